@@ -1,0 +1,4 @@
+// Command longshore loads VM disks into Kubernetes volumes.
+package main
+
+func main() {}
