@@ -46,7 +46,9 @@ const (
 
 // Request says what CreateVolume wants.
 type Request struct {
-	Name string // the volume's id
+	// Name is the volume's id, derived from the CSI name: a DNS-1123 subdomain of at
+	// most 128 bytes, the same for the same name.
+	Name string
 	// RequiredBytes > 0; LimitBytes 0 means no limit.
 	RequiredBytes, LimitBytes int64
 	Mode                      Mode
@@ -80,6 +82,8 @@ type Snapshot struct {
 // Volumes keeps the cluster's record of volumes and has nodes carry it out.
 // All methods may be called at once and repeated; deletions of what is unknown succeed.
 type Volumes interface {
+	// Create answers the same for the same request, ErrExists for another request of that
+	// name, and ErrInvalid where the source of the blocks has another Mode.
 	Create(ctx context.Context, r Request) (Volume, error)
 	Delete(ctx context.Context, id string) error
 	Get(ctx context.Context, id string) (Volume, error)
@@ -103,6 +107,8 @@ type Use struct {
 	FSType       string
 	MountOptions []string
 	ReadOnly     bool
+	// SingleWriter: at most one target on this node (access mode SINGLE_NODE_SINGLE_WRITER).
+	SingleWriter bool
 }
 
 // Stats are the figures of NodeGetVolumeStats, in bytes; inodes are 0 for Block.
