@@ -513,7 +513,7 @@ func (c *copier) zeroRest(ctx context.Context, size int64) error {
 }
 
 func tooLarge(what string, need, have int64) error {
-	return fault.Terminal("ImageTooLarge",
+	return fault.Terminal(fault.ImageTooLarge,
 		fmt.Errorf("%s does not fit into a target of %d bytes: ask for at least %d bytes (spec.resources.requests.storage of the claim)", what, have, need))
 }
 
@@ -521,7 +521,7 @@ func tooLarge(what string, need, have int64) error {
 func writeError(deed string, err error) error {
 	err = fmt.Errorf("%s: %w", deed, err)
 	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
-		return fault.Transient("NoSpace", fmt.Errorf("%w: free space where the target lies", err))
+		return fault.Transient(fault.NoSpace, fmt.Errorf("%w: free space where the target lies", err))
 	}
 	return err
 }

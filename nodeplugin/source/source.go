@@ -69,7 +69,7 @@ func (k Kinds) Open(ctx context.Context, dial Dialer, spec Spec) (Blob, error) {
 		}
 		names = append(names, kind.Name)
 	}
-	return nil, fault.Terminal("SourceNotSupported",
+	return nil, fault.Terminal(fault.SourceNotSupported,
 		fmt.Errorf("source kind %q is not supported: use one of %s in spec.source", spec.Kind, strings.Join(names, ", ")))
 }
 

@@ -31,7 +31,7 @@ var Kind = source.Kind{Name: "file", Open: open}
 func open(_ context.Context, _ source.Dialer, params json.RawMessage) (source.Blob, error) {
 	var p Params
 	if err := json.Unmarshal(params, &p); err != nil || p.Path == "" {
-		return nil, fault.Terminal("InvalidSource", errors.New("a file source needs the path of a file or block device"))
+		return nil, fault.Terminal(fault.InvalidSource, errors.New("a file source needs the path of a file or block device"))
 	}
 	// Without O_NONBLOCK the open of a named pipe waits for a writer.
 	f, err := os.OpenFile(p.Path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
@@ -65,11 +65,11 @@ func (b *blob) look() error {
 	case mode&fs.ModeDevice != 0 && mode&fs.ModeCharDevice == 0:
 		size, err := b.f.Seek(0, io.SeekEnd)
 		if err != nil {
-			return fault.Terminal("InvalidSource", fmt.Errorf("ask the size of %s: %w", b.f.Name(), err))
+			return fault.Terminal(fault.InvalidSource, fmt.Errorf("ask the size of %s: %w", b.f.Name(), err))
 		}
 		b.v = source.Validator{Size: size}
 	default:
-		return fault.Terminal("InvalidSource",
+		return fault.Terminal(fault.InvalidSource,
 			fmt.Errorf("%s is neither a file nor a block device (%s): give the path of an image file or a block device", b.f.Name(), mode.Type()))
 	}
 	return nil
@@ -106,7 +106,7 @@ func (b *blob) ReadAtContext(ctx context.Context, p []byte, off int64) (int, err
 			return 0, classify(serr)
 		}
 		if now := validator(info); now != b.v {
-			return 0, fault.Transient("SourceChanged",
+			return 0, fault.Transient(fault.SourceChanged,
 				fmt.Errorf("%s was %d bytes of %s and is now %d bytes of %s: leave the file alone while it is read",
 					b.f.Name(), b.v.Size, b.v.LastModified, now.Size, now.LastModified))
 		}
@@ -121,9 +121,9 @@ func (b *blob) ReadAtContext(ctx context.Context, p []byte, off int64) (int, err
 func classify(err error) error {
 	switch {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR):
-		return fault.Terminal("NotFound", fmt.Errorf("%w: check the path", err))
+		return fault.Terminal(fault.NotFound, fmt.Errorf("%w: check the path", err))
 	case errors.Is(err, fs.ErrPermission):
-		return fault.Terminal("Forbidden", fmt.Errorf("%w: run as a user who may read it", err))
+		return fault.Terminal(fault.Forbidden, fmt.Errorf("%w: run as a user who may read it", err))
 	}
-	return fault.Transient("ConnectionFailed", err)
+	return fault.Transient(fault.ConnectionFailed, err)
 }

@@ -1,0 +1,320 @@
+// Package image recognises what kind of disk image some bytes are, and opens
+// it as the disk that a guest would see.
+//
+// It knows nothing of where the bytes come from or go to, and never guesses
+// from a name: magic numbers and headers decide. What it reads is taken for
+// hostile: every length and offset is checked before it is used.
+package image
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/longshore-io/longshore/nodeplugin/extent"
+	"github.com/longshore-io/longshore/nodeplugin/fault"
+)
+
+// Blob is the bytes of an image; it is also Ranged or OneWay.
+type Blob interface {
+	// Size in bytes, -1 unknown.
+	Size() int64
+}
+
+// Ranged is a Blob that is read anywhere.
+type Ranged interface {
+	Blob
+	// ReadAtContext fills p or returns an error, io.EOF where the blob ends
+	// first. It is called from several goroutines at once.
+	ReadAtContext(ctx context.Context, p []byte, off int64) (int, error)
+}
+
+// OneWay is a Blob that is read from its first byte to its last.
+type OneWay interface {
+	Blob
+	// Stream starts at byte 0; reads end when ctx does.
+	Stream(ctx context.Context) (io.ReadCloser, error)
+}
+
+// Options are what the caller knows about the image.
+type Options struct {
+	// Format is "raw" or "qcow2" where it is known; "" recognises it from the
+	// bytes. A blob named raw is not looked into.
+	Format string
+}
+
+// Info describes an image.
+type Info struct {
+	// Format of the disk: "raw", "iso", "qcow2".
+	Format string `json:"format"`
+	// Compression around the image: "gzip", "" for none.
+	Compression string `json:"compression,omitempty"`
+	// ClusterCompression of the qcow2 clusters that are compressed, "zlib" or
+	// "zstd", "" for none; see Measure.
+	ClusterCompression string `json:"clusterCompression,omitempty"`
+	// VirtualSize is the disk's size in bytes, -1 unknown until it is read.
+	VirtualSize int64 `json:"virtualSize"`
+	// AtLeast is a lower bound of the disk's size in bytes, also where
+	// VirtualSize is unknown.
+	AtLeast int64 `json:"atLeast"`
+	// AllocatedBytes of the disk hold data, -1 unknown; see Measure.
+	AllocatedBytes int64 `json:"allocatedBytes"`
+	// Warnings are for the person who imports the image.
+	Warnings []string `json:"warnings,omitempty"`
+}
+
+// Disk is what a guest would see.
+type Disk interface {
+	Size() int64
+	// Extents returns the parts of [off, off+n), which must lie in the disk, in
+	// order and without gaps.
+	Extents(ctx context.Context, off, n int64) ([]extent.Extent, error)
+	// ReadAtContext fills p or returns an error; what is not data reads as
+	// zeros. It is called from several goroutines at once.
+	ReadAtContext(ctx context.Context, p []byte, off int64) (int, error)
+	// Grain is the length in bytes of the pieces that are read best.
+	Grain() int64
+}
+
+// Opened is an open image: Disk or Stream is set, never both.
+type Opened struct {
+	Info Info
+	// Disk is read anywhere.
+	Disk Disk
+	// Stream is the disk's bytes from the first to the last, where the image
+	// can only be read one way. Its reads end with the context of Open.
+	Stream io.ReadCloser
+}
+
+// Close ends the stream, if there is one; the blob stays the caller's.
+func (o *Opened) Close() error {
+	if o.Stream != nil {
+		return o.Stream.Close()
+	}
+	return nil
+}
+
+// Measure returns Info with AllocatedBytes and ClusterCompression found out
+// where that is possible: the metadata of the whole image is read.
+func (o *Opened) Measure(ctx context.Context) (Info, error) {
+	info := o.Info
+	if o.Disk == nil || info.AllocatedBytes >= 0 {
+		return info, nil
+	}
+	q, ok := o.Disk.(*qcow2)
+	if !ok {
+		return info, nil
+	}
+	data, compressed, err := q.measure(ctx)
+	if err != nil {
+		return info, fmt.Errorf("count the allocated bytes: %w", err)
+	}
+	info.AllocatedBytes = data
+	if compressed > 0 {
+		info.ClusterCompression = q.compression()
+	}
+	return info, nil
+}
+
+// Open recognises the image in blob and opens it. Errors are faults.
+//
+// Everything that can be refused is refused here, from headers: nothing of the
+// disk has been read yet, save the first bytes of a stream.
+func Open(ctx context.Context, blob Blob, o Options) (*Opened, error) {
+	switch b := blob.(type) {
+	case Ranged:
+		return openRanged(ctx, b, o)
+	case OneWay:
+		return openOneWay(ctx, b, o)
+	}
+	return nil, fault.Terminal(fault.SourceNotSupported, fmt.Errorf("a source of type %T can be read neither in ranges nor one way", blob))
+}
+
+// openRanged opens a blob that can be read anywhere.
+func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
+	if b.Size() < 0 {
+		return nil, fault.Terminal(fault.SourceNotSupported, errors.New("the source can be read in ranges but does not tell its size"))
+	}
+	if o.Format == "raw" {
+		return openRaw(b, "raw"), nil
+	}
+	last := func() ([]byte, error) {
+		p := make([]byte, min(b.Size(), footBytes))
+		_, err := readUpTo(ctx, b, p, b.Size()-int64(len(p)))
+		return p, err
+	}
+	f, err := recognise(head{first: func(p []byte) (int, error) { return readUpTo(ctx, b, p, 0) }, last: last})
+	if err != nil {
+		return nil, err
+	}
+	if o.Format != "" && o.Format != f.name {
+		return nil, notThe(o.Format, f.name)
+	}
+	switch f.opens {
+	case asQcow2:
+		return openQcow2(ctx, b)
+	case asGzip:
+		foot, err := last()
+		if err != nil {
+			return nil, fmt.Errorf("read the last bytes of the image: %w", err)
+		}
+		opened, err := openGzip(newReadAhead(ctx, b))
+		if err != nil {
+			return nil, err
+		}
+		// The last four bytes are the length of the last member modulo 2^32
+		// (RFC 1952 section 2.3.1), and the disk is no shorter than that.
+		if len(foot) >= 4 {
+			opened.Info.AtLeast = int64(binary.LittleEndian.Uint32(foot[len(foot)-4:]))
+		}
+		return opened, nil
+	}
+	return openRaw(b, f.name), nil
+}
+
+// openOneWay opens a blob that is read from its beginning.
+func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
+	stream, err := b.Stream(ctx)
+	if err != nil {
+		return nil, err
+	}
+	opened, err := openStream(b.Size(), stream, o)
+	if err != nil {
+		stream.Close()
+		return nil, err
+	}
+	return opened, nil
+}
+
+func openStream(size int64, stream io.ReadCloser, o Options) (*Opened, error) {
+	raw := func(r io.Reader, format string) *Opened {
+		return &Opened{
+			Info:   Info{Format: format, VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1},
+			Stream: both{r, stream},
+		}
+	}
+	if o.Format == "raw" {
+		return raw(stream, "raw"), nil
+	}
+	r := &peeker{r: stream}
+	f, err := recognise(head{first: r.peek})
+	if err != nil {
+		return nil, err
+	}
+	if o.Format != "" && o.Format != f.name {
+		return nil, notThe(o.Format, f.name)
+	}
+	switch f.opens {
+	case asQcow2:
+		return nil, fault.Terminal(fault.SourceNotSupported,
+			fmt.Errorf("a %s image is read in ranges, and this source can only be read from beginning to end: serve it from a server that answers Range requests, or give a raw or raw.gz image", f.name))
+	case asGzip:
+		return openGzip(both{r, stream})
+	}
+	return raw(r, f.name), nil
+}
+
+func notThe(want, got string) error {
+	return fault.Terminal(fault.NotADiskImage, fmt.Errorf("the image is named %s, and its first bytes say %s: correct the format or leave it out", want, got))
+}
+
+// both reads from one and closes the other.
+type both struct {
+	io.Reader
+	io.Closer
+}
+
+// readUpTo reads p, or as much of it as there is.
+func readUpTo(ctx context.Context, b Ranged, p []byte, off int64) (int, error) {
+	n := int(max(0, min(int64(len(p)), b.Size()-off)))
+	if n == 0 {
+		return 0, nil
+	}
+	return readExactly(ctx, b, p[:n], off)
+}
+
+// readExactly fills p; bytes that the blob does not have are a corrupt image.
+func readExactly(ctx context.Context, b Ranged, p []byte, off int64) (int, error) {
+	n, err := b.ReadAtContext(ctx, p, off)
+	if n == len(p) {
+		return n, nil
+	}
+	if err == nil || errors.Is(err, io.EOF) {
+		return n, fault.Terminal(fault.CorruptImage, fmt.Errorf("read %d bytes of the image at %d, got %d: the image is cut short, upload it again", len(p), off, n))
+	}
+	return n, err
+}
+
+// peeker reads the first bytes of a stream so that they can be read again.
+type peeker struct {
+	r      io.Reader
+	peeked []byte
+	err    error
+}
+
+// peek fills p with the first bytes of the stream, or as many as it has.
+func (p *peeker) peek(out []byte) (int, error) {
+	if more := len(out) - len(p.peeked); more > 0 && p.err == nil {
+		buf := make([]byte, more)
+		var n int
+		for n < len(buf) && p.err == nil {
+			var m int
+			m, p.err = p.r.Read(buf[n:])
+			n += m
+		}
+		p.peeked = append(p.peeked, buf[:n]...)
+	}
+	n := copy(out, p.peeked)
+	if n < len(out) && p.err != nil && !errors.Is(p.err, io.EOF) {
+		return n, p.err
+	}
+	return n, nil
+}
+
+func (p *peeker) Read(out []byte) (int, error) {
+	if len(p.peeked) > 0 {
+		n := copy(out, p.peeked)
+		if p.peeked = p.peeked[n:]; len(p.peeked) == 0 {
+			p.peeked = nil
+		}
+		return n, nil
+	}
+	if p.err != nil {
+		return 0, p.err
+	}
+	return p.r.Read(out)
+}
+
+// raw is an image that is the disk itself.
+type raw struct{ Ranged }
+
+func openRaw(b Ranged, format string) *Opened {
+	return &Opened{
+		Info: Info{Format: format, VirtualSize: b.Size(), AtLeast: b.Size(), AllocatedBytes: b.Size()},
+		Disk: raw{b},
+	}
+}
+
+func (r raw) Extents(_ context.Context, off, n int64) ([]extent.Extent, error) {
+	if off < 0 || n < 0 || n > r.Size()-off {
+		return nil, fmt.Errorf("extents of %d bytes at %d of a disk of %d", n, off, r.Size())
+	}
+	return extent.Append(nil, extent.Extent{Start: off, Length: n, Kind: extent.Data}), nil
+}
+
+func (r raw) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	return readExactly(ctx, r.Ranged, p, off)
+}
+
+func (raw) Grain() int64 { return 1 }
+
+// quote shortens what came from an image for a message.
+func quote(s string) string {
+	if len(s) > 200 {
+		s = s[:200] + "..."
+	}
+	return fmt.Sprintf("%q", strings.ToValidUTF8(s, "?"))
+}
