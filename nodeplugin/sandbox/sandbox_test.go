@@ -88,7 +88,9 @@ func inside(what string) int {
 		return 0
 	case sleeper:
 		unix.Close(3)
-		select {}
+		for {
+			time.Sleep(time.Hour)
+		}
 	}
 	s := look()
 	data, err := json.Marshal(s)
@@ -506,7 +508,7 @@ func hold() {
 		dir = p.group.dir
 	}
 	fmt.Println(p.Pid(), dir)
-	select {}
+	p.Wait()
 }
 
 func TestDiesWithItsParent(t *testing.T) {
