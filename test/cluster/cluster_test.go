@@ -1,0 +1,200 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// logTo gives a test's log what Up has to say.
+type logTo struct{ t *testing.T }
+
+func (l logTo) Write(p []byte) (int, error) {
+	l.t.Log(strings.TrimRight(string(p), "\n"))
+	return len(p), nil
+}
+
+const shellPod = `apiVersion: v1
+kind: Pod
+metadata: {name: shell}
+spec:
+  terminationGracePeriodSeconds: 0
+  containers:
+  - name: shell
+    image: cluster.test/busybox:1
+    imagePullPolicy: Never
+    command: [sh, -c, "echo hello from $(hostname); exec sleep 3600"]
+`
+
+func TestCluster(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Minute) // the first time it builds
+	defer cancel()
+	dir := filepath.Join(t.TempDir(), "cluster")
+	before := traces(t)
+	c, err := Up(ctx, Options{Dir: dir, Log: logTo{t}, Wait: true, DieWithParent: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	down := false
+	t.Cleanup(func() {
+		if !down {
+			c.Down(true)
+		}
+	})
+	if _, err := Up(ctx, Options{Dir: dir}); !errors.Is(err, ErrRunning) {
+		t.Errorf("second Up in the same folder: got %v, want %v", err, ErrRunning)
+	}
+	var held *HeldError
+	if _, err := Up(ctx, Options{Dir: t.TempDir()}); !errors.As(err, &held) || held.Holder != dir {
+		t.Errorf("Up of a second cluster: got %v, want an error that names %s", err, dir)
+	}
+	if err := c.Apply(ctx, shellPod); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.Kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod/shell"); err != nil {
+		t.Fatal(err)
+	}
+
+	t.Run("the pod's log is read", func(t *testing.T) {
+		got, err := c.Kubectl(ctx, "logs", "shell")
+		if want := "hello from shell\n"; err != nil || string(got) != want {
+			t.Errorf("got %q, %v, want %q", got, err, want)
+		}
+	})
+	t.Run("the pod resolves the API server's name", func(t *testing.T) {
+		got := inPod(ctx, t, c, "nslookup", "kubernetes.default.svc.cluster.local")
+		if want := "10.96.0.1"; !strings.Contains(got, want) {
+			t.Errorf("got %q, want %s in it", got, want)
+		}
+	})
+	t.Run("the pod reaches a server on the host", func(t *testing.T) {
+		l, err := net.Listen("tcp", HostIP+":0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			from, _, _ := net.SplitHostPort(r.RemoteAddr)
+			io.WriteString(w, "hello "+from)
+		})}
+		go s.Serve(l)
+		defer s.Close()
+		got := inPod(ctx, t, c, "wget", "-q", "-O", "-", "http://"+l.Addr().String()+"/")
+		if want := "hello " + c.NodeIP(1); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	})
+	t.Run("the pod outlives its kubelet", func(t *testing.T) {
+		if err := c.RestartKubelet(ctx, "node1"); err != nil {
+			t.Fatal(err)
+		}
+		inPod(ctx, t, c, "true")
+	})
+	t.Run("another process may attach", func(t *testing.T) {
+		other, err := Attach(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := other.Command(ctx, "node1", "hostname").Output()
+		if want := "node1\n"; err != nil || string(got) != want {
+			t.Errorf("got %q, %v, want %q", got, err, want)
+		}
+	})
+	t.Run("a node sees its loop devices alone", func(t *testing.T) {
+		image := filepath.Join(t.TempDir(), "image")
+		if err := os.WriteFile(image, make([]byte, 1<<20), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		got, err := c.Command(ctx, "node1", "losetup", "--find", "--show", image).Output() // left for Down to find
+		if want := fmt.Sprintf("/dev/loop%d\n", c.state.loops(1).first); err != nil || string(got) != want {
+			t.Errorf("got %q, %v, want %q", got, err, want)
+		}
+	})
+
+	down = true
+	for range 2 {
+		if err := c.Down(true); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if after := traces(t); after != before {
+		t.Errorf("left after Down:\n%s\nbefore Up:\n%s", after, before)
+	}
+	if exists(dir) {
+		t.Errorf("%s is left after Down", dir)
+	}
+}
+
+func inPod(ctx context.Context, t *testing.T, c *Cluster, argv ...string) string {
+	t.Helper()
+	out, err := c.Kubectl(ctx, append([]string{"exec", "shell", "--"}, argv...)...)
+	if err != nil {
+		t.Errorf("%s", err)
+	}
+	return string(out)
+}
+
+// traces is what a cluster could leave on the machine, one thing a line.
+func traces(t *testing.T) string {
+	t.Helper()
+	var all []string
+	glob := func(pattern string) {
+		found, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, found...)
+	}
+	glob("/sys/class/net/" + hostLink)
+	glob("/sys/fs/cgroup/" + cgroupName)
+	glob("/sys/fs/cgroup/*/" + cgroupName)
+	glob("/sys/block/loop*/loop/backing_file")
+	glob("/dev/loop[0-9]*")
+	for _, d := range standardDirs {
+		glob(d)
+	}
+	for _, file := range []string{"/proc/mounts", forwardFile} {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, file+": "+string(content))
+	}
+	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range commands {
+		content, err := os.ReadFile(f)
+		if err != nil {
+			continue // it has just ended
+		}
+		program, _, _ := strings.Cut(string(content), "\x00")
+		switch filepath.Base(program) {
+		case "machine", "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "containerd", "containerd-shim-runc-v2", "coredns", "snapshot-controller":
+			all = append(all, "process "+program)
+		}
+	}
+	for _, table := range []string{"nat", "filter"} {
+		rules, err := output(t.Context(), "", append([]string{firewall()}, map[string][]string{
+			"iptables": {"-w", "-t", table, "-S"},
+			"nft":      {"list", "ruleset"},
+		}[firewall()]...)...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for rule := range strings.Lines(string(rules)) {
+			if strings.HasPrefix(rule, "-A") {
+				all = append(all, table+" "+strings.TrimSpace(rule))
+			}
+		}
+	}
+	return strings.Join(all, "\n")
+}
