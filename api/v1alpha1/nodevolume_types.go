@@ -49,7 +49,8 @@ const (
 	KindSnapshot NodeVolumeKind = "Snapshot"
 )
 
-// NodeVolumeSpec is what the controller has decided; only capacityBytes grows later.
+// NodeVolumeSpec is what the controller has decided. Later capacityBytes may grow, published
+// become true, and the import change while the volume is not populated.
 type NodeVolumeSpec struct {
 	// +kubebuilder:default=Volume
 	Kind NodeVolumeKind `json:"kind"`
@@ -76,6 +77,10 @@ type NodeVolumeSpec struct {
 	// Import says what fills the volume; absent for volumes that are not filled by us.
 	// +optional
 	Import *Import `json:"import,omitempty"`
+	// Published is set before the PersistentVolume of a filled volume is written: from then
+	// on somebody may have used the data, so that nobody but a person may throw it away.
+	// +optional
+	Published bool `json:"published,omitempty"`
 }
 
 // ClaimReference names one life of a claim.
@@ -129,6 +134,8 @@ const (
 	ConditionCreated = "Created"
 	// ConditionPopulated is True once the data is complete; False with reason and message before.
 	ConditionPopulated = "Populated"
+	// ConditionDeleted is False, with the reason, while a volume that is to go stays on its node.
+	ConditionDeleted = "Deleted"
 )
 
 // NodeVolumeStatus is what the node last said.
@@ -147,6 +154,9 @@ type NodeVolumeStatus struct {
 	// CapacityBytes is what the node has made.
 	// +optional
 	CapacityBytes int64 `json:"capacityBytes,omitempty"`
+	// CreatedAt is when the node made it: for a snapshot, the moment that it shows.
+	// +optional
+	CreatedAt *metav1.Time `json:"createdAt,omitempty"`
 	// +optional
 	Progress *Progress `json:"progress,omitempty"`
 	// +optional
