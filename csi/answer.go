@@ -30,8 +30,8 @@ var kinds = []struct {
 	{context.Canceled, codes.Canceled},
 }
 
-// answer gives an error its gRPC code; nil stays nil.
-func answer(err error) error {
+// Answer gives an error its gRPC code; nil stays nil.
+func Answer(err error) error {
 	if err == nil {
 		return nil
 	}

@@ -36,11 +36,11 @@ func (c *Controller) ControllerGetCapabilities(context.Context, *csi.ControllerG
 func (c *Controller) CreateVolume(ctx context.Context, r *csi.CreateVolumeRequest) (*csi.CreateVolumeResponse, error) {
 	request, err := request(r)
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	v, err := c.Volumes.Create(ctx, request)
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	resp := &csi.CreateVolumeResponse{Volume: volume(v)}
 	// The sidecar compares what it asked for with what it gets.
@@ -108,24 +108,24 @@ func volume(v Volume) *csi.Volume {
 
 func (c *Controller) DeleteVolume(ctx context.Context, r *csi.DeleteVolumeRequest) (*csi.DeleteVolumeResponse, error) {
 	if err := given("volume id", r.GetVolumeId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if err := c.Volumes.Delete(ctx, r.GetVolumeId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.DeleteVolumeResponse{}, nil
 }
 
 func (c *Controller) ValidateVolumeCapabilities(ctx context.Context, r *csi.ValidateVolumeCapabilitiesRequest) (*csi.ValidateVolumeCapabilitiesResponse, error) {
 	if err := given("volume id", r.GetVolumeId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if len(r.GetVolumeCapabilities()) == 0 {
-		return nil, answer(fmt.Errorf("no volume capabilities given: %w", ErrInvalid))
+		return nil, Answer(fmt.Errorf("no volume capabilities given: %w", ErrInvalid))
 	}
 	v, err := c.Volumes.Get(ctx, r.GetVolumeId())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	u, err := useOf(r.GetVolumeCapabilities())
 	if err == nil {
@@ -147,11 +147,11 @@ func (c *Controller) ValidateVolumeCapabilities(ctx context.Context, r *csi.Vali
 func (c *Controller) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest) (*csi.ListVolumesResponse, error) {
 	start, err := page(r.GetStartingToken(), r.GetMaxEntries())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	vs, next, err := c.Volumes.List(ctx, start, int(r.GetMaxEntries()))
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	resp := &csi.ListVolumesResponse{NextToken: token(next)}
 	for _, v := range vs {
@@ -163,7 +163,7 @@ func (c *Controller) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest)
 func (c *Controller) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
 	p, err := checkParameters(r.GetParameters())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if len(r.GetVolumeCapabilities()) > 0 {
 		if _, err := useOf(r.GetVolumeCapabilities()); err != nil {
@@ -180,7 +180,7 @@ func (c *Controller) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest)
 	}
 	available, maximum, err := c.Volumes.Capacity(ctx, node, p.pool)
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.GetCapacityResponse{
 		AvailableCapacity: max(available, 0),
@@ -191,23 +191,23 @@ func (c *Controller) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest)
 
 func (c *Controller) ControllerExpandVolume(ctx context.Context, r *csi.ControllerExpandVolumeRequest) (*csi.ControllerExpandVolumeResponse, error) {
 	if err := given("volume id", r.GetVolumeId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if r.GetCapacityRange().GetRequiredBytes() == 0 && r.GetCapacityRange().GetLimitBytes() == 0 {
-		return nil, answer(fmt.Errorf("no capacity range given: %w", ErrInvalid))
+		return nil, Answer(fmt.Errorf("no capacity range given: %w", ErrInvalid))
 	}
 	bytes, err := bytesOf(r.GetCapacityRange(), 0)
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if r.GetVolumeCapability() != nil {
 		if _, err := use(r.GetVolumeCapability()); err != nil {
-			return nil, answer(err)
+			return nil, Answer(err)
 		}
 	}
 	capacity, onNode, err := c.Volumes.Expand(ctx, r.GetVolumeId(), bytes, r.GetCapacityRange().GetLimitBytes())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.ControllerExpandVolumeResponse{CapacityBytes: capacity, NodeExpansionRequired: onNode}, nil
 }
@@ -221,11 +221,11 @@ func (c *Controller) CreateSnapshot(ctx context.Context, r *csi.CreateSnapshotRe
 		err = checkSnapshotParameters(r.GetParameters())
 	}
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	s, err := c.Volumes.CreateSnapshot(ctx, id, r.GetSourceVolumeId())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.CreateSnapshotResponse{Snapshot: snapshot(s)}, nil
 }
@@ -242,24 +242,24 @@ func snapshot(s Snapshot) *csi.Snapshot {
 
 func (c *Controller) DeleteSnapshot(ctx context.Context, r *csi.DeleteSnapshotRequest) (*csi.DeleteSnapshotResponse, error) {
 	if err := given("snapshot id", r.GetSnapshotId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if err := c.Volumes.DeleteSnapshot(ctx, r.GetSnapshotId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.DeleteSnapshotResponse{}, nil
 }
 
 func (c *Controller) GetSnapshot(ctx context.Context, r *csi.GetSnapshotRequest) (*csi.GetSnapshotResponse, error) {
 	if err := given("snapshot id", r.GetSnapshotId()); err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	ss, _, err := c.Volumes.ListSnapshots(ctx, r.GetSnapshotId(), "", "", 1)
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if len(ss) == 0 {
-		return nil, answer(fmt.Errorf("snapshot %s: %w", r.GetSnapshotId(), ErrNotFound))
+		return nil, Answer(fmt.Errorf("snapshot %s: %w", r.GetSnapshotId(), ErrNotFound))
 	}
 	return &csi.GetSnapshotResponse{Snapshot: snapshot(ss[0])}, nil
 }
@@ -267,11 +267,11 @@ func (c *Controller) GetSnapshot(ctx context.Context, r *csi.GetSnapshotRequest)
 func (c *Controller) ListSnapshots(ctx context.Context, r *csi.ListSnapshotsRequest) (*csi.ListSnapshotsResponse, error) {
 	start, err := page(r.GetStartingToken(), r.GetMaxEntries())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	ss, next, err := c.Volumes.ListSnapshots(ctx, r.GetSnapshotId(), r.GetSourceVolumeId(), start, int(r.GetMaxEntries()))
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	resp := &csi.ListSnapshotsResponse{NextToken: token(next)}
 	for _, s := range ss {

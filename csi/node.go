@@ -42,7 +42,7 @@ func (n *Node) NodeStageVolume(ctx context.Context, r *csi.NodeStageVolumeReques
 		err = n.Stager.Stage(ctx, r.GetVolumeId(), r.GetStagingTargetPath(), u)
 	}
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.NodeStageVolumeResponse{}, nil
 }
@@ -63,7 +63,7 @@ func (n *Node) NodeUnstageVolume(ctx context.Context, r *csi.NodeUnstageVolumeRe
 		err = n.Stager.Unstage(ctx, r.GetVolumeId(), r.GetStagingTargetPath())
 	}
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.NodeUnstageVolumeResponse{}, nil
 }
@@ -79,7 +79,7 @@ func (n *Node) NodePublishVolume(ctx context.Context, r *csi.NodePublishVolumeRe
 		err = n.Stager.Publish(ctx, r.GetVolumeId(), r.GetStagingTargetPath(), r.GetTargetPath(), u)
 	}
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.NodePublishVolumeResponse{}, nil
 }
@@ -90,7 +90,7 @@ func (n *Node) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVolu
 		err = n.Stager.Unpublish(ctx, r.GetVolumeId(), r.GetTargetPath())
 	}
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	return &csi.NodeUnpublishVolumeResponse{}, nil
 }
@@ -98,14 +98,14 @@ func (n *Node) NodeUnpublishVolume(ctx context.Context, r *csi.NodeUnpublishVolu
 func (n *Node) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRequest) (*csi.NodeExpandVolumeResponse, error) {
 	err := errors.Join(given("volume id", r.GetVolumeId()), given("volume path", r.GetVolumePath()))
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	bytes, err := n.Stager.Expand(ctx, r.GetVolumeId(), r.GetVolumePath())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	if limit := r.GetCapacityRange().GetLimitBytes(); limit > 0 && bytes > limit {
-		return nil, answer(fmt.Errorf("the volume has %d bytes, which exceed the limit of %d: %w", bytes, limit, ErrOutOfRange))
+		return nil, Answer(fmt.Errorf("the volume has %d bytes, which exceed the limit of %d: %w", bytes, limit, ErrOutOfRange))
 	}
 	return &csi.NodeExpandVolumeResponse{CapacityBytes: bytes}, nil
 }
@@ -113,11 +113,11 @@ func (n *Node) NodeExpandVolume(ctx context.Context, r *csi.NodeExpandVolumeRequ
 func (n *Node) NodeGetVolumeStats(ctx context.Context, r *csi.NodeGetVolumeStatsRequest) (*csi.NodeGetVolumeStatsResponse, error) {
 	err := errors.Join(given("volume id", r.GetVolumeId()), given("volume path", r.GetVolumePath()))
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	s, err := n.Stager.Stats(ctx, r.GetVolumeId(), r.GetVolumePath())
 	if err != nil {
-		return nil, answer(err)
+		return nil, Answer(err)
 	}
 	resp := &csi.NodeGetVolumeStatsResponse{Usage: []*csi.VolumeUsage{
 		{Unit: csi.VolumeUsage_BYTES, Total: s.TotalBytes, Used: s.UsedBytes, Available: s.AvailableBytes},

@@ -253,8 +253,12 @@ func (x *CreateVolumeRequest) GetPreallocate() bool {
 }
 
 type DeleteVolumeRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Where the controller has recorded the data. While that pool is not there the
+	// answer is UNAVAILABLE, not success; "" means that no node ever confirmed it.
+	Pool          string `protobuf:"bytes,2,opt,name=pool,proto3" json:"pool,omitempty"`
+	PoolUuid      string `protobuf:"bytes,3,opt,name=pool_uuid,json=poolUuid,proto3" json:"pool_uuid,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -292,6 +296,20 @@ func (*DeleteVolumeRequest) Descriptor() ([]byte, []int) {
 func (x *DeleteVolumeRequest) GetId() string {
 	if x != nil {
 		return x.Id
+	}
+	return ""
+}
+
+func (x *DeleteVolumeRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *DeleteVolumeRequest) GetPoolUuid() string {
+	if x != nil {
+		return x.PoolUuid
 	}
 	return ""
 }
@@ -437,8 +455,12 @@ func (x *CreateSnapshotRequest) GetVolumeId() string {
 }
 
 type DeleteSnapshotRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Where the controller has recorded the data. While that pool is not there the
+	// answer is UNAVAILABLE, not success; "" means that no node ever confirmed it.
+	Pool          string `protobuf:"bytes,2,opt,name=pool,proto3" json:"pool,omitempty"`
+	PoolUuid      string `protobuf:"bytes,3,opt,name=pool_uuid,json=poolUuid,proto3" json:"pool_uuid,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -476,6 +498,20 @@ func (*DeleteSnapshotRequest) Descriptor() ([]byte, []int) {
 func (x *DeleteSnapshotRequest) GetId() string {
 	if x != nil {
 		return x.Id
+	}
+	return ""
+}
+
+func (x *DeleteSnapshotRequest) GetPool() string {
+	if x != nil {
+		return x.Pool
+	}
+	return ""
+}
+
+func (x *DeleteSnapshotRequest) GetPoolUuid() string {
+	if x != nil {
+		return x.PoolUuid
 	}
 	return ""
 }
@@ -1115,18 +1151,22 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x04from\x18\a \x01(\tR\x04from\x12\x1f\n" +
 	"\vawaits_data\x18\b \x01(\bR\n" +
 	"awaitsData\x12 \n" +
-	"\vpreallocate\x18\t \x01(\bR\vpreallocate\"%\n" +
+	"\vpreallocate\x18\t \x01(\bR\vpreallocate\"V\n" +
 	"\x13DeleteVolumeRequest\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\tR\x02id\"\x16\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
+	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x16\n" +
 	"\x14DeleteVolumeResponse\"L\n" +
 	"\x13ExpandVolumeRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12%\n" +
 	"\x0ecapacity_bytes\x18\x02 \x01(\x03R\rcapacityBytes\"D\n" +
 	"\x15CreateSnapshotRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1b\n" +
-	"\tvolume_id\x18\x02 \x01(\tR\bvolumeId\"'\n" +
+	"\tvolume_id\x18\x02 \x01(\tR\bvolumeId\"X\n" +
 	"\x15DeleteSnapshotRequest\x12\x0e\n" +
-	"\x02id\x18\x01 \x01(\tR\x02id\"\x18\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
+	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x18\n" +
 	"\x16DeleteSnapshotResponse\"\xa1\x01\n" +
 	"\x0fPopulateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
