@@ -81,37 +81,42 @@ func Build(ctx context.Context, log io.Writer) (Bin, error) {
 		return Bin{}, errors.New("find the sources of package cluster")
 	}
 	here := filepath.Dir(file)
-	dir, err := build(ctx, log, filepath.Join(here, "servers"), fmt.Sprint(programs, kubeallNames), buildServers)
+	servers, machine := filepath.Join(here, "servers"), filepath.Join(here, "machine")
+	key, err := hashSources(servers, fmt.Sprint(programs, kubeallNames))
+	if err != nil {
+		return Bin{}, err
+	}
+	var b Bin
+	b.dir, err = cached(ctx, log, key, func(out string) error { return buildServers(ctx, log, servers, out) })
 	if err != nil {
 		return Bin{}, fmt.Errorf("build the servers: %w", err)
 	}
-	machine, err := build(ctx, log, filepath.Join(here, "machine"), "", buildMachine)
+	if key, err = hashSources(machine, ""); err != nil {
+		return Bin{}, err
+	}
+	b.machine, err = cached(ctx, log, "machine-"+key, func(out string) error { return buildMachine(ctx, log, machine, out) })
 	if err != nil {
 		return Bin{}, fmt.Errorf("build machine: %w", err)
 	}
-	return Bin{dir: dir, machine: machine}, nil
+	return b, nil
 }
 
-type buildFunc func(ctx context.Context, log io.Writer, src, out string) error
-
-func build(ctx context.Context, log io.Writer, src, extra string, f buildFunc) (string, error) {
-	key, err := hashSources(src, extra)
-	if err != nil {
-		return "", err
-	}
+// cached returns the folder of that name in the cache, and has make fill it the
+// first time.
+func cached(ctx context.Context, log io.Writer, name string, make func(out string) error) (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
 		return "", err
 	}
 	cache = filepath.Join(cache, "longshore", "cluster")
-	dir := filepath.Join(cache, key)
+	dir := filepath.Join(cache, name)
 	if exists(dir) {
 		return dir, nil
 	}
 	if err := os.MkdirAll(cache, 0o755); err != nil {
 		return "", err
 	}
-	// Not one lock for each hash: two builds at once would also share no work.
+	// Not one lock for each name: two builds at once would also share no work.
 	unlock, err := lockFile(ctx, filepath.Join(cache, "lock"), func(string) {
 		fmt.Fprintln(log, "cluster: waiting for another build")
 	})
@@ -122,7 +127,7 @@ func build(ctx context.Context, log io.Writer, src, extra string, f buildFunc) (
 	if exists(dir) {
 		return dir, nil
 	}
-	tmp, err := os.MkdirTemp(cache, key+".tmp-")
+	tmp, err := os.MkdirTemp(cache, name+".tmp-")
 	if err != nil {
 		return "", err
 	}
@@ -131,8 +136,8 @@ func build(ctx context.Context, log io.Writer, src, extra string, f buildFunc) (
 		return "", err
 	}
 	start := time.Now()
-	fmt.Fprintf(log, "cluster: building %s into %s\n", src, dir)
-	if err := f(ctx, log, src, tmp); err != nil {
+	fmt.Fprintf(log, "cluster: building %s\n", dir)
+	if err := make(tmp); err != nil {
 		return "", err
 	}
 	if err := syncTree(tmp); err != nil {

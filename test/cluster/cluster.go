@@ -83,13 +83,17 @@ func Up(ctx context.Context, o Options) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
+	store, err := bin.imageStore(ctx, c.log)
+	if err != nil {
+		return nil, err
+	}
 	lock, err := c.claimMachine(ctx, o.Wait)
 	if err != nil {
 		return nil, err
 	}
 	defer lock.Close() // the hub has it too
 	c.began = time.Now()
-	if err := c.prepare(o, bin); err != nil {
+	if err := c.prepare(o, bin, store); err != nil {
 		return nil, fmt.Errorf("prepare %s: %w", c.dir, err)
 	}
 	if err := c.run(ctx, o, lock); err != nil {
@@ -221,7 +225,7 @@ func (c *Cluster) claimMachine(ctx context.Context, wait bool) (*os.File, error)
 }
 
 // prepare writes everything that can be written before something runs.
-func (c *Cluster) prepare(o Options, bin Bin) error {
+func (c *Cluster) prepare(o Options, bin Bin, store string) error {
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
@@ -264,6 +268,11 @@ func (c *Cluster) prepare(o Options, bin Bin) error {
 	}
 	if err := os.Link(c.pkiFile("admin.kubeconfig"), c.Kubeconfig()); err != nil {
 		return err
+	}
+	for n := 1; n <= o.Nodes; n++ {
+		if err := copyStore(store, c.nodeFolder(n, "/var/lib/containerd")); err != nil {
+			return err
+		}
 	}
 	return c.writeConfigs(o)
 }

@@ -33,7 +33,7 @@ func (c *Cluster) nodeFolder(n int, path string) string {
 	return filepath.Join(c.nodeDir(n), "root", path)
 }
 
-// startContainers starts node n's machine with containerd and gives it the images.
+// startContainers starts node n's machine with containerd.
 func (c *Cluster) startContainers(ctx context.Context, n int) error {
 	node := nodeName(n)
 	if err := makeCgroup(node); err != nil {
@@ -48,23 +48,9 @@ func (c *Cluster) startContainers(ctx context.Context, n int) error {
 	if err := c.start(ctx, node, "containerd", "--config="+c.confFile("containerd.toml")); err != nil {
 		return err
 	}
-	err := c.waitFor(ctx, node+" has containerd", time.Minute, node, []string{"containerd"}, func() error {
+	return c.waitFor(ctx, node+" has containerd", time.Minute, node, []string{"containerd"}, func() error {
 		return c.ctr(ctx, node, "version")
 	})
-	if err != nil {
-		return err
-	}
-	images, err := c.state.Bin.Images()
-	if err != nil {
-		return err
-	}
-	for _, tar := range images {
-		if err := c.loadImage(ctx, node, tar); err != nil {
-			return err
-		}
-	}
-	c.say("%s has %d images", node, len(images))
-	return nil
 }
 
 func (c *Cluster) startMachine(ctx context.Context, n int) error {
@@ -195,9 +181,39 @@ func (c *Cluster) StartKubelet(ctx context.Context, node string) error {
 	if err := c.start(ctx, node, "kubelet", c.kubeletArgs(n)...); err != nil {
 		return err
 	}
+	a, err := c.newAPI()
+	if err != nil {
+		return err
+	}
 	return c.waitFor(ctx, node+" has its kubelet", time.Minute, node, []string{"kubelet"}, func() error {
-		return c.Command(ctx, node, "busybox", "wget", "-q", "-O", "-", "http://127.0.0.1:10248/healthz").Run()
+		return kubeletKnowsPods(ctx, a, node)
 	})
+}
+
+// kubeletKnowsPods returns nil when the kubelet has heard of all pods of its node:
+// until then it refuses their logs and commands in them.
+func kubeletKnowsPods(ctx context.Context, a *api, node string) error {
+	var want, got struct {
+		Items []struct {
+			Metadata struct{ Name, UID string }
+		}
+	}
+	if err := a.get(ctx, "/api/v1/pods?fieldSelector=spec.nodeName="+node+",status.phase=Running", &want); err != nil {
+		return err
+	}
+	if err := a.get(ctx, "/api/v1/nodes/"+node+"/proxy/pods", &got); err != nil {
+		return err
+	}
+	known := map[string]bool{}
+	for _, p := range got.Items {
+		known[p.Metadata.UID] = true
+	}
+	for _, p := range want.Items {
+		if !known[p.Metadata.UID] {
+			return fmt.Errorf("the kubelet of %s does not know pod %s", node, p.Metadata.Name)
+		}
+	}
+	return nil
 }
 
 func (c *Cluster) nodeNumber(node string) (int, error) {
