@@ -14,6 +14,8 @@ var (
 	ErrChanged = errors.New("loop device was changed")
 	// ErrBusy: the kernel still uses the device, file or mount.
 	ErrBusy = errors.New("in use")
+	// ErrMounted: the filesystem can't be grown while it is mounted.
+	ErrMounted = errors.New("only an unmounted filesystem can be grown")
 	// ErrOption: a mount option that is not allowed.
 	ErrOption = errors.New("mount option not allowed")
 	// ErrNotADiskFile: what lies at the place of a disk image is not a plain file of its own.

@@ -65,13 +65,17 @@ func Fsck(ctx context.Context, dev, fstype string) (repaired bool, err error) {
 	if fstype != Ext4 {
 		return false, nil
 	}
-	err = run(ctx, "e2fsck", "-p", dev)
+	return fsck(ctx, dev, "-p")
+}
+
+func fsck(ctx context.Context, dev string, options ...string) (repaired bool, err error) {
+	err = run(ctx, "e2fsck", append(options, dev)...)
 	var tool *ToolError
 	if errors.As(err, &tool) && (tool.ExitCode == 1 || tool.ExitCode == 2) {
 		return true, nil // e2fsck(8): 1 corrected, 2 corrected and must not be mounted meanwhile
 	}
 	if err != nil {
-		return false, fmt.Errorf("check %s on %s: %w: its errors need a person: run e2fsck on a copy of the volume", fstype, dev, err)
+		return false, fmt.Errorf("check ext4 on %s: %w: its errors need a person: run e2fsck on a copy of the volume", dev, err)
 	}
 	return false, nil
 }
@@ -96,16 +100,28 @@ func ProbeFS(r io.ReaderAt) (string, error) {
 	return "unknown", nil
 }
 
-// GrowFS grows a mounted filesystem to the size of its device.
+// GrowFS grows a filesystem to the size of its device: mounted at mountpoint,
+// or, for ext4 only, not mounted (mountpoint ""), which takes a check first.
+// The kernel grows a mounted ext4 only for who has CAP_SYS_RESOURCE; for others
+// the error is ErrMounted.
 func GrowFS(ctx context.Context, dev, mountpoint, fstype string) error {
 	var err error
-	switch fstype {
-	case Ext4:
-		err = run(ctx, "resize2fs", dev)
-	case XFS:
+	switch {
+	case fstype == XFS && mountpoint != "":
 		err = run(ctx, "xfs_growfs", mountpoint)
+	case fstype == Ext4 && mountpoint != "":
+		err = run(ctx, "resize2fs", dev)
+		var tool *ToolError
+		if errors.As(err, &tool) && strings.Contains(tool.Line, "Permission denied") {
+			err = fmt.Errorf("%w: this process lacks CAP_SYS_RESOURCE: %w", err, ErrMounted)
+		}
+	case fstype == Ext4:
+		// resize2fs wants a check that is newer than the last mount.
+		if _, err = fsck(ctx, dev, "-f", "-p"); err == nil {
+			err = run(ctx, "resize2fs", dev)
+		}
 	default:
-		err = fmt.Errorf("only %s and %s can be grown", Ext4, XFS)
+		err = fmt.Errorf("%s can't be grown unmounted: %s can when mounted, %s always", fstype, XFS, Ext4)
 	}
 	if err != nil {
 		return fmt.Errorf("grow %s on %s: %w", fstype, dev, err)

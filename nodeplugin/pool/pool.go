@@ -87,7 +87,7 @@ type Pool struct {
 	root    string // the folder with the reflinks; "" while there is no pool
 	image   string // pool.img; "" when Dir is used directly
 	uuid    string
-	usable  int64  // record.UsableBytes
+	usable  int64 // record.UsableBytes
 	problem string
 	repairs []string
 	volumes map[string]Volume
