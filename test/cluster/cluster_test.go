@@ -38,7 +38,10 @@ func TestCluster(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Minute) // the first time it builds
 	defer cancel()
 	dir := filepath.Join(t.TempDir(), "cluster")
-	before := traces(t)
+	forward, err := os.ReadFile(forwardFile)
+	if err != nil {
+		t.Fatal(err)
+	}
 	c, err := Up(ctx, Options{Dir: dir, Log: logTo{t}, Wait: true, DieWithParent: true})
 	if err != nil {
 		t.Fatal(err)
@@ -118,17 +121,21 @@ func TestCluster(t *testing.T) {
 		}
 	})
 
+	was := c.state
+	if got := traces(t, dir, was); !strings.Contains(got, hostLink) || !strings.Contains(got, "kubelet") || !strings.Contains(got, cgroupName) {
+		t.Errorf("a running cluster leaves no traces but\n%s", got)
+	}
 	down = true
 	for range 2 {
 		if err := c.Down(true); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if after := traces(t); after != before {
-		t.Errorf("left after Down:\n%s\nbefore Up:\n%s", after, before)
+	if got := traces(t, dir, was); got != "" {
+		t.Errorf("left after Down:\n%s", got)
 	}
-	if exists(dir) {
-		t.Errorf("%s is left after Down", dir)
+	if got, err := os.ReadFile(forwardFile); err != nil || string(got) != string(forward) {
+		t.Errorf("ip_forward after Down: got %q, %v, want %q", got, err, forward)
 	}
 }
 
@@ -141,8 +148,8 @@ func inPod(ctx context.Context, t *testing.T, c *Cluster, argv ...string) string
 	return string(out)
 }
 
-// traces is what a cluster could leave on the machine, one thing a line.
-func traces(t *testing.T) string {
+// traces is what a cluster in dir could leave on the machine, one thing a line.
+func traces(t *testing.T, dir string, s state) string {
 	t.Helper()
 	var all []string
 	glob := func(pattern string) {
@@ -152,20 +159,25 @@ func traces(t *testing.T) string {
 		}
 		all = append(all, found...)
 	}
+	glob(dir)
 	glob("/sys/class/net/" + hostLink)
 	glob("/sys/fs/cgroup/" + cgroupName)
 	glob("/sys/fs/cgroup/*/" + cgroupName)
-	glob("/sys/block/loop*/loop/backing_file")
-	glob("/dev/loop[0-9]*")
-	for _, d := range standardDirs {
+	for i := s.LoopBase; i < s.LoopBase+s.Nodes*loopsPerNode; i++ {
+		glob(fmt.Sprintf("/dev/loop%d", i))
+		glob(fmt.Sprintf("/sys/block/loop%d", i))
+	}
+	for _, d := range s.MadeDirs {
 		glob(d)
 	}
-	for _, file := range []string{"/proc/mounts", forwardFile} {
-		content, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
+	mounts, err := os.ReadFile("/proc/mounts")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for m := range strings.Lines(string(mounts)) {
+		if strings.Contains(m, dir) {
+			all = append(all, "mount "+m)
 		}
-		all = append(all, file+": "+string(content))
 	}
 	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
@@ -176,23 +188,21 @@ func traces(t *testing.T) string {
 		if err != nil {
 			continue // it has just ended
 		}
-		program, _, _ := strings.Cut(string(content), "\x00")
-		switch filepath.Base(program) {
-		case "machine", "etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "containerd", "containerd-shim-runc-v2", "coredns", "snapshot-controller":
-			all = append(all, "process "+program)
+		if c := string(content); strings.HasPrefix(c, s.Bin.dir) || strings.HasPrefix(c, s.Bin.machine) || strings.Contains(c, dir) {
+			all = append(all, "process "+strings.ReplaceAll(c, "\x00", " "))
 		}
 	}
-	for _, table := range []string{"nat", "filter"} {
-		rules, err := output(t.Context(), "", append([]string{firewall()}, map[string][]string{
-			"iptables": {"-w", "-t", table, "-S"},
-			"nft":      {"list", "ruleset"},
-		}[firewall()]...)...)
+	for _, list := range map[string][][]string{
+		"iptables": {{"iptables", "-w", "-t", "nat", "-S"}, {"iptables", "-w", "-S"}},
+		"nft":      {{"nft", "list", "ruleset"}},
+	}[firewall()] {
+		rules, err := output(t.Context(), "", list...)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for rule := range strings.Lines(string(rules)) {
-			if strings.HasPrefix(rule, "-A") {
-				all = append(all, table+" "+strings.TrimSpace(rule))
+		for r := range strings.Lines(string(rules)) {
+			if strings.Contains(r, machineNet) || strings.Contains(r, hostLink) || strings.Contains(r, "longshore") {
+				all = append(all, "rule "+r)
 			}
 		}
 	}

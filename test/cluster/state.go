@@ -60,7 +60,9 @@ func startOf(pid int) (string, error) {
 	if len(fields) < 20 {
 		return "", fmt.Errorf("%d fields in /proc/%d/stat", len(fields), pid)
 	}
-	if fields[0] == "Z" {
+	// A dead first thread means little while others of the process live on: in
+	// process 1 of a namespace one of them waits for all that dies with it.
+	if threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid)); fields[0] == "Z" && (err != nil || len(threads) < 2) {
 		return "", fmt.Errorf("process %d is dead", pid)
 	}
 	return fields[19], nil
