@@ -560,8 +560,14 @@ type PopulateRequest struct {
 	SourceKind   string `protobuf:"bytes,2,opt,name=source_kind,json=sourceKind,proto3" json:"source_kind,omitempty"`
 	SourceParams []byte `protobuf:"bytes,3,opt,name=source_params,json=sourceParams,proto3" json:"source_params,omitempty"`
 	// Digest of everything that decides the outcome (source, credentials, retry request).
-	Recipe        string `protobuf:"bytes,4,opt,name=recipe,proto3" json:"recipe,omitempty"`
-	Preallocate   bool   `protobuf:"varint,5,opt,name=preallocate,proto3" json:"preallocate,omitempty"`
+	Recipe      string `protobuf:"bytes,4,opt,name=recipe,proto3" json:"recipe,omitempty"`
+	Preallocate bool   `protobuf:"varint,5,opt,name=preallocate,proto3" json:"preallocate,omitempty"`
+	// Digest of what alone decides the bytes (the source without its credentials):
+	// a transfer whose recipe differs but not its content goes on where it was;
+	// with other content it begins again. "" means that it is the recipe.
+	Content string `protobuf:"bytes,6,opt,name=content,proto3" json:"content,omitempty"`
+	// Namespace of the claim: transfers of different owners take turns.
+	Owner         string `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -629,6 +635,20 @@ func (x *PopulateRequest) GetPreallocate() bool {
 		return x.Preallocate
 	}
 	return false
+}
+
+func (x *PopulateRequest) GetContent() string {
+	if x != nil {
+		return x.Content
+	}
+	return ""
+}
+
+func (x *PopulateRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
 }
 
 type WatchRequest struct {
@@ -1167,14 +1187,16 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x18\n" +
-	"\x16DeleteSnapshotResponse\"\xa1\x01\n" +
+	"\x16DeleteSnapshotResponse\"\xd1\x01\n" +
 	"\x0fPopulateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
 	"\vsource_kind\x18\x02 \x01(\tR\n" +
 	"sourceKind\x12#\n" +
 	"\rsource_params\x18\x03 \x01(\fR\fsourceParams\x12\x16\n" +
 	"\x06recipe\x18\x04 \x01(\tR\x06recipe\x12 \n" +
-	"\vpreallocate\x18\x05 \x01(\bR\vpreallocate\"\x0e\n" +
+	"\vpreallocate\x18\x05 \x01(\bR\vpreallocate\x12\x18\n" +
+	"\acontent\x18\x06 \x01(\tR\acontent\x12\x14\n" +
+	"\x05owner\x18\a \x01(\tR\x05owner\"\x0e\n" +
 	"\fWatchRequest\"\x97\x01\n" +
 	"\x06Report\x12.\n" +
 	"\x05pools\x18\x01 \x03(\v2\x18.longshore.agent.v1.PoolR\x05pools\x124\n" +
