@@ -62,6 +62,10 @@ type Journal struct {
 	// Soiled: the target may hold bytes that Done does not list and that are of
 	// another content than Validator's. It must be zeroed before it is filled.
 	Soiled bool `json:"soiled,omitempty"`
+	// Zeroed: the target was zeros before anything of this content was written.
+	Zeroed bool `json:"zeroed,omitempty"`
+	// Complete: the target holds the whole disk, and zeros behind it.
+	Complete bool `json:"complete,omitempty"`
 	// Done lists the bytes of the target that are final and durable.
 	Done extent.Set `json:"-"`
 }

@@ -33,7 +33,7 @@ func random(r *rand.Rand) *journal.Journal {
 	j := &journal.Journal{
 		Target: fmt.Sprintf("pvc-%x", r.Uint64()), Recipe: fmt.Sprintf("%x", r.Uint64()), Bytes: bytes,
 		Validator: json.RawMessage(fmt.Sprintf(`{"size":%d}`, r.Int64())),
-		Format:    "qcow2", VirtualBytes: bytes, Restarts: r.IntN(2), Read: r.Int64(), Soiled: r.IntN(2) == 0,
+		Format:    "qcow2", VirtualBytes: bytes, Restarts: r.IntN(2), Read: r.Int64(), Soiled: r.IntN(2) == 0, Zeroed: r.IntN(2) == 0, Complete: r.IntN(2) == 0,
 	}
 	for range r.IntN(200) {
 		start := r.Int64N(bytes)
