@@ -233,12 +233,14 @@ func TestWritersSideBySide(t *testing.T) {
 const confinedEnv = "LONGSHORE_TEST_CONFINED"
 
 func TestMain(m *testing.M) {
-	if size := os.Getenv(confinedEnv); size != "" {
-		if err := confined(size); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
+	for env, run := range map[string]func(string) error{confinedEnv: confined, ownDevEnv: withOwnDev} {
+		if arg := os.Getenv(env); arg != "" {
+			if err := run(arg); err != nil {
+				fmt.Fprintln(os.Stderr, err)
+				os.Exit(1)
+			}
+			os.Exit(0)
 		}
-		os.Exit(0)
 	}
 	os.Exit(m.Run())
 }

@@ -67,7 +67,7 @@ func AttachLoop(file *os.File, o LoopOptions) (*Loop, error) {
 	}
 	var refused error
 	for _, n := range nodes {
-		if n.bound() {
+		if n.state() == bound {
 			continue
 		}
 		l, err := configure(n, file, sector, o)
@@ -174,7 +174,7 @@ func FindLoops(dev, ino uint64) ([]*Loop, error) {
 	}
 	var found []*Loop
 	for _, n := range nodes {
-		if !n.bound() {
+		if n.state() == unbound {
 			continue
 		}
 		r, err := os.OpenFile(n.path, os.O_RDONLY, 0)
@@ -314,7 +314,7 @@ func (l *Loop) Detach(ctx context.Context) error {
 
 // goneAs tells whether the node no longer shows the file of info.
 func (l *Loop) goneAs(info *unix.LoopInfo64) (bool, error) {
-	if n := (loopNode{path: l.path, number: l.number}); !n.bound() {
+	if n := (loopNode{path: l.path, number: l.number}); n.state() == unbound {
 		return true, nil
 	}
 	r, err := os.OpenFile(l.path, os.O_RDONLY, 0)
@@ -367,14 +367,24 @@ func loopNodes() ([]loopNode, error) {
 
 func (n loopNode) sys() string { return "/sys/block/" + filepath.Base(n.path) }
 
-// bound tells whether the node may be bound to a file; it is false only where
-// sysfs says so, and spares opening every device of the machine.
-func (n loopNode) bound() bool {
-	if _, err := os.Stat(n.sys()); err != nil {
-		return true // unknown: the device itself is asked
+type nodeState int
+
+const (
+	unknown nodeState = iota // there is no sysfs: the device itself must be asked
+	unbound                  // free, or not known to the kernel before it is opened
+	bound
+)
+
+// state tells by sysfs whether the node is bound to a file, and spares opening
+// every device of the machine.
+func (n loopNode) state() nodeState {
+	if _, err := os.Stat(n.sys() + "/loop"); err == nil {
+		return bound
 	}
-	_, err := os.Stat(n.sys() + "/loop")
-	return err == nil
+	if _, err := os.Stat("/sys/block"); err != nil {
+		return unknown
+	}
+	return unbound
 }
 
 // make makes the node where /dev is a plain tmpfs, as in most containers, so

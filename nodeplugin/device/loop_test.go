@@ -4,8 +4,12 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -275,6 +279,91 @@ func TestManyLoops(t *testing.T) {
 		}
 		dev.Close()
 	}
+}
+
+const ownDevEnv = "LONGSHORE_TEST_OWN_DEV"
+
+// Several nodes on one machine have loop devices of their own, in a /dev of
+// their own; the kernel may not have heard of these yet.
+func TestLoopsOfAnOwnDev(t *testing.T) {
+	for _, control := range []string{"without loop-control", "with loop-control"} {
+		t.Run(control, func(t *testing.T) {
+			cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
+			cmd.Env = append(os.Environ(), ownDevEnv+"="+control+":"+t.TempDir())
+			t.Cleanup(func() { forgetLoops(t) })
+			cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS}
+			if out, err := cmd.CombinedOutput(); err != nil {
+				t.Errorf("%v: %s", err, out)
+			}
+		})
+	}
+}
+
+// firstOwn is a number that no other test reaches.
+const firstOwn = 240
+
+// forgetLoops has the kernel forget the test's loop devices, so that the next
+// run finds it ignorant again.
+func forgetLoops(t *testing.T) {
+	ctl, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ctl.Close()
+	for _, n := range []int{firstOwn, firstOwn + 1} {
+		if err := unix.IoctlSetInt(int(ctl.Fd()), unix.LOOP_CTL_REMOVE, n); err != nil && !errors.Is(err, unix.ENODEV) {
+			t.Errorf("remove loop%d: %v", n, err)
+		}
+	}
+}
+
+// withOwnDev is the process of TestLoopsOfAnOwnDev.
+func withOwnDev(arg string) error {
+	control, dir, _ := strings.Cut(arg, ":")
+	if err := unix.Mount("tmpfs", "/dev", "tmpfs", 0, ""); err != nil {
+		return err
+	}
+	numbers := []int{firstOwn, firstOwn + 1}
+	for _, n := range numbers {
+		if err := unix.Mknod(fmt.Sprintf("/dev/loop%d", n), unix.S_IFBLK|0o600, int(unix.Mkdev(7, uint32(n)))); err != nil {
+			return err
+		}
+	}
+	further := control == "with loop-control"
+	if further {
+		if err := unix.Mknod("/dev/loop-control", unix.S_IFCHR|0o600, int(unix.Mkdev(10, 237))); err != nil {
+			return err
+		}
+	}
+	for i := range 4 {
+		f, err := os.Create(filepath.Join(dir, fmt.Sprint(i)))
+		if err != nil {
+			return err
+		}
+		if err := f.Truncate(1 << 20); err != nil {
+			return err
+		}
+		l, err := AttachLoop(f, LoopOptions{DirectIO: true})
+		if i >= len(numbers) && !further {
+			if !errors.Is(err, ErrNoLoop) {
+				return fmt.Errorf("with all nodes taken: got %v, want ErrNoLoop", err)
+			}
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		defer l.Detach(context.Background())
+		if i < len(numbers) && l.Path() != fmt.Sprintf("/dev/loop%d", numbers[i]) {
+			return fmt.Errorf("file %d is at %s", i, l.Path())
+		}
+		found, err := FindLoopsOf(f)
+		if err != nil || len(found) != 1 || found[0].Path() != l.Path() {
+			return fmt.Errorf("found %v, %v instead of %s", found, err, l.Path())
+		}
+		found[0].Close()
+	}
+	return nil
 }
 
 func mountAt(t *testing.T, dev, fstype string, o MountOptions) string {

@@ -159,6 +159,7 @@ func runChild(t *testing.T, dir string, step int, env ...string) (begun int, kil
 func TestKilledAtEveryStep(t *testing.T) {
 	p := newPool(t, MinBytes)
 	dir := p.cfg.Dir
+	repairs := ""
 	for step := 1; ; step++ {
 		base := create(t, p, Spec{ID: "base", Bytes: 10 * mib})
 		data := writeRandom(t, base.Path, 0, 2*mib)
@@ -170,6 +171,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 		if p.Problem() != "" {
 			t.Fatalf("step %d: %s", step, p.Problem())
 		}
+		repairs += strings.Join(p.Repairs(), "\n") + "\n"
 		before := map[string]Volume{"base": {Spec: base.Spec, State: Populated}, "base2": {Spec: Spec{ID: "base2", Bytes: 5 * mib, Mode: Block}, State: Populated}}
 		for _, c := range script[:begun-1] {
 			c.then(before)
@@ -203,6 +205,11 @@ func TestKilledAtEveryStep(t *testing.T) {
 				t.Errorf("the script has %d steps only", step-1)
 			}
 			t.Logf("killed at each of %d steps", step-1)
+			for _, kind := range []string{"from tmp", "from trash", "meta.json.new", "finished the expansion"} {
+				if !strings.Contains(repairs, kind) {
+					t.Errorf("no repair tells of %q:\n%s", kind, repairs)
+				}
+			}
 			return
 		}
 		if t.Failed() {
