@@ -149,6 +149,14 @@ func (s *NginxServer) Put(name string, content []byte) string {
 	return s.URL(name)
 }
 
+// Touch sets the time of a file under Root, which is its Last-Modified.
+func (s *NginxServer) Touch(name string, at time.Time) {
+	s.t.Helper()
+	if err := os.Chtimes(filepath.Join(s.Root, name), at, at); err != nil {
+		s.t.Fatal(err)
+	}
+}
+
 // Start starts a server that was stopped, on the port it had.
 func (s *NginxServer) Start() {
 	s.t.Helper()

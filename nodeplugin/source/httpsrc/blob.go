@@ -61,7 +61,7 @@ func (b *blob) begin(ctx context.Context) error {
 			b.validator = validatorOf(a.Header, r.total)
 			length = r.end + 1
 		case http.StatusOK:
-			b.ranges = false
+			b.ranges = a.ContentLength == 0 // nothing is left to ask for
 			b.validator = validatorOf(a.Header, a.ContentLength)
 		case http.StatusRequestedRangeNotSatisfiable:
 			// An empty file has no first bytes (RFC 9110 section 14.1.2).
