@@ -1,0 +1,477 @@
+package image
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/binary"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/longshore-io/longshore/nodeplugin/fault"
+)
+
+// blob is an image in memory that counts what is read of it.
+type blob struct {
+	b     []byte
+	reads int
+	bytes int64
+}
+
+func (b *blob) Size() int64 { return int64(len(b.b)) }
+
+func (b *blob) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	b.reads++
+	b.bytes += int64(len(p))
+	return bytes.NewReader(b.b).ReadAt(p, off)
+}
+
+// oneWay is the same, read from beginning to end.
+type oneWay struct {
+	r    io.Reader
+	size int64
+}
+
+func (o oneWay) Size() int64                                   { return o.size }
+func (o oneWay) Stream(context.Context) (io.ReadCloser, error) { return io.NopCloser(o.r), nil }
+
+// at returns n zero bytes with pieces of text at their offsets.
+func at(n int, pieces ...any) []byte {
+	b := make([]byte, n)
+	for i := 0; i < len(pieces); i += 2 {
+		copy(b[pieces[i].(int):], pieces[i+1].(string))
+	}
+	return b
+}
+
+func zipped(members ...[]byte) []byte {
+	var out bytes.Buffer
+	for _, m := range members {
+		w := gzip.NewWriter(&out)
+		w.Write(m)
+		w.Close()
+	}
+	return out.Bytes()
+}
+
+func TestRecognise(t *testing.T) {
+	noise := make([]byte, 2<<20)
+	rand.NewChaCha8([32]byte{1}).Read(noise)
+	noise[510], noise[0] = 0, 0x11
+	boot := at(2<<20, 510, "\x55\xaa")
+	html := []byte("\xef\xbb\xbf \n<!DOCTYPE html><html>Sign in</html>")
+	for _, row := range []struct {
+		name   string
+		bytes  []byte
+		format string // "" for a terminal fault
+		reason string
+		says   string
+	}{
+		{"boot sector", boot, "raw", "", ""},
+		{"boot sector and nothing else", boot[:512], "raw", "", ""},
+		{"GPT", at(2<<20, 512, "EFI PART"), "raw", "", ""},
+		{"GPT of 4096-byte sectors", at(2<<20, 4096, "EFI PART"), "raw", "", ""},
+		{"ext4", at(2<<20, 1080, "\x53\xef"), "raw", "", ""},
+		{"XFS", at(2<<20, 0, "XFSB"), "raw", "", ""},
+		{"btrfs", at(2<<20, 65600, "_BHRfS_M"), "raw", "", ""},
+		{"LVM", at(2<<20, 512, "LABELONE"), "raw", "", ""},
+		{"swap", at(2<<20, 4086, "SWAPSPACE2"), "raw", "", ""},
+		{"ISO", at(2<<20, 32769, "CD001"), "iso", "", ""},
+		{"hybrid ISO", at(2<<20, 510, "\x55\xaa", 32769, "CD001"), "iso", "", ""},
+		{"raw in gzip", zipped(boot), "raw.gzip", "", ""},
+		{"raw in gzip in pieces", zipped(boot[:700], boot[700:]), "raw.gzip", "", ""},
+		{"ISO in gzip", zipped(at(100<<10, 32769, "CD001")), "iso.gzip", "", ""},
+
+		{"nothing", nil, "", fault.NotADiskImage, "empty"},
+		{"zeros", make([]byte, 4<<20), "", fault.NotADiskImage, "zeros"},
+		{"noise", noise, "", fault.NotADiskImage, "no known format"},
+		{"HTML", html, "", fault.NotADiskImage, "HTML"},
+		{"XML", []byte("<?xml version=\"1.0\"?><Error/>"), "", fault.NotADiskImage, "XML"},
+		{"JSON", []byte(`{"error": "no"}`), "", fault.NotADiskImage, `JSON: "{\"error\": \"no\"}"`},
+		{"text", []byte("not here\n"), "", fault.NotADiskImage, `text: "not here\n"`},
+		{"text in gzip", zipped([]byte("not here\n")), "", fault.NotADiskImage, "inside gzip"},
+		{"nothing in gzip", zipped(nil), "", fault.NotADiskImage, "empty"},
+		{"PDF", []byte("%PDF-1.7\n"), "", fault.NotADiskImage, "PDF"},
+		{"ELF", at(4096, 0, "\x7fELF\x02\x01"), "", fault.NotADiskImage, "ELF"},
+		{"script", []byte("#!/bin/sh\nexit 0\n"), "", fault.NotADiskImage, "script"},
+
+		{"qcow", at(4096, 0, "QFI\xfb\x00\x00\x00\x01"), "", fault.FormatNotSupported, "qcow is"},
+		{"qed", at(4096, 0, "QED\x00"), "", fault.FormatNotSupported, "qed"},
+		{"vmdk", at(4096, 0, "KDMV\x03"), "", fault.FormatNotSupported, "vmdk"},
+		{"vmdk descriptor", []byte("# Disk DescriptorFile\nversion=1\n"), "", fault.FormatNotSupported, "vmdk descriptor"},
+		{"vhdx", at(4096, 0, "vhdxfile"), "", fault.FormatNotSupported, "vhdx"},
+		{"dynamic vhd", at(4096, 0, "conectix"), "", fault.FormatNotSupported, "vhd"},
+		{"fixed vhd", at(2<<20, 510, "\x55\xaa", 2<<20-512, "conectix"), "", fault.FormatNotSupported, "vhd"},
+		{"dmg", at(2<<20, 510, "\x55\xaa", 2<<20-512, "koly"), "", fault.FormatNotSupported, "dmg"},
+		{"vdi", at(4096, 0, "<<< Oracle VM VirtualBox Disk Image >>>\n", 0x40, "\x7f\x10\xda\xbe"), "", fault.FormatNotSupported, "vdi"},
+		{"parallels", at(4096, 0, "WithouFreSpacExt"), "", fault.FormatNotSupported, "parallels"},
+		{"bochs", at(4096, 0, "Bochs Virtual HD Image"), "", fault.FormatNotSupported, "bochs"},
+		{"cloop", at(4096, 0, "#!/bin/sh\n#V2.0 Format\n"), "", fault.FormatNotSupported, "cloop"},
+		{"luks", at(4096, 0, "LUKS\xba\xbe\x00\x02"), "", fault.FormatNotSupported, "luks"},
+		{"xz", at(4096, 0, "\xfd7zXZ\x00"), "", fault.FormatNotSupported, "xz"},
+		{"zstd", at(4096, 0, "\x28\xb5\x2f\xfd"), "", fault.FormatNotSupported, "zstd"},
+		{"bzip2", at(4096, 0, "BZh91AY"), "", fault.FormatNotSupported, "bzip2"},
+		{"zip", at(4096, 0, "PK\x03\x04"), "", fault.FormatNotSupported, "zip"},
+		{"tar", at(4096, 0, "disk.ovf", 257, "ustar"), "", fault.FormatNotSupported, "tar"},
+		{"tar in gzip", zipped(at(4096, 257, "ustar")), "", fault.FormatNotSupported, "tar"},
+		{"qcow2 in gzip", zipped(at(4096, 0, "QFI\xfb\x00\x00\x00\x03")), "", fault.FormatNotSupported, "qcow2 image inside gzip"},
+		{"gzip in gzip", zipped(zipped(boot)), "", fault.FormatNotSupported, "gzip image inside gzip"},
+		{"gzip without a header", []byte("\x1f\x8b\x08"), "", fault.CorruptImage, "cut short"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			for _, b := range []Blob{&blob{b: row.bytes}, oneWay{bytes.NewReader(row.bytes), int64(len(row.bytes))}} {
+				opened, err := Open(t.Context(), b, Options{})
+				_, ranged := b.(Ranged)
+				if !ranged && (row.name == "fixed vhd" || row.name == "dmg") {
+					continue // told by their last bytes
+				}
+				if row.format == "" {
+					if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != row.reason || !strings.Contains(err.Error(), row.says) {
+						t.Errorf("ranged %v: got %v, want a terminal %s that speaks of %q", ranged, err, row.reason, row.says)
+					}
+					continue
+				}
+				if err != nil {
+					t.Errorf("ranged %v: %v", ranged, err)
+					continue
+				}
+				got := opened.Info.Format
+				if opened.Info.Compression != "" {
+					got += "." + opened.Info.Compression
+				}
+				if got != row.format {
+					t.Errorf("ranged %v: recognised as %s, want %s", ranged, got, row.format)
+				}
+				if err := opened.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+}
+
+// What is named raw is not looked into, and a wrong name is told.
+func TestFormatIsNamed(t *testing.T) {
+	zeros := make([]byte, 1<<20)
+	for _, b := range []Blob{&blob{b: zeros}, oneWay{bytes.NewReader(zeros), -1}, &blob{}} {
+		opened, err := Open(t.Context(), b, Options{Format: "raw"})
+		if err != nil || opened.Info.Format != "raw" || opened.Info.VirtualSize != b.Size() {
+			t.Errorf("%T: %+v, %v", b, opened, err)
+		}
+	}
+	boot := at(1<<20, 510, "\x55\xaa")
+	for _, b := range []Blob{&blob{b: boot}, oneWay{bytes.NewReader(boot), -1}} {
+		if _, err := Open(t.Context(), b, Options{Format: "qcow2"}); fault.Of(err).Reason != fault.NotADiskImage {
+			t.Errorf("%T named qcow2 and being raw: %v", b, err)
+		}
+	}
+}
+
+func TestQcow2NeedsRanges(t *testing.T) {
+	_, err := Open(t.Context(), oneWay{bytes.NewReader(at(4096, 0, "QFI\xfb\x00\x00\x00\x03")), -1}, Options{})
+	if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != fault.SourceNotSupported || !strings.Contains(err.Error(), "Range") {
+		t.Errorf("got %v, want a terminal %s", err, fault.SourceNotSupported)
+	}
+}
+
+func TestBrokenGzip(t *testing.T) {
+	content := make([]byte, 5<<20)
+	rand.NewChaCha8([32]byte{2}).Read(content)
+	copy(content[510:], "\x55\xaa")
+	whole := zipped(content)
+	flipped := bytes.Clone(whole)
+	flipped[len(flipped)/2] ^= 0x10
+	boom := fault.Transient(fault.ConnectionFailed, errors.New("boom"))
+	for _, row := range []struct {
+		name     string
+		stream   io.Reader
+		reason   string
+		terminal bool
+		says     string
+	}{
+		{"cut short", bytes.NewReader(whole[:len(whole)-100_000]), fault.CorruptImage, true, "cut short"},
+		{"cut in the trailer", bytes.NewReader(whole[:len(whole)-3]), fault.CorruptImage, true, "cut short"},
+		{"garbage behind", bytes.NewReader(append(bytes.Clone(whole), "garbage garbage"...)), fault.CorruptImage, true, "behind its end"},
+		{"a flipped bit", bytes.NewReader(flipped), fault.CorruptImage, true, "again"},
+		{"a broken connection", io.MultiReader(bytes.NewReader(whole[:3<<20]), failing{boom}), fault.ConnectionFailed, false, "boom"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			opened, err := Open(t.Context(), oneWay{row.stream, -1}, Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			n, err := io.Copy(io.Discard, opened.Stream)
+			if f := fault.Of(err); f == nil || f.Terminal != row.terminal || f.Reason != row.reason || !strings.Contains(err.Error(), row.says) {
+				t.Errorf("after %d bytes: got %v, want %s (terminal %v)", n, err, row.reason, row.terminal)
+			}
+		})
+	}
+	opened, err := Open(t.Context(), &blob{b: whole}, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if opened.Info.AtLeast != 5<<20 || opened.Info.VirtualSize != -1 {
+		t.Errorf("size %d, at least %d; want unknown and %d", opened.Info.VirtualSize, opened.Info.AtLeast, 5<<20)
+	}
+	if got, err := io.ReadAll(opened.Stream); err != nil || !bytes.Equal(got, content) {
+		t.Errorf("read %d bytes ahead, right %v: %v", len(got), bytes.Equal(got, content), err)
+	}
+	// Closed in the middle, the requests under way end.
+	opened, err = Open(t.Context(), &blob{b: whole}, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := opened.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+type failing struct{ error }
+
+func (f failing) Read([]byte) (int, error) { return 0, f.error }
+
+// header is a valid qcow2 header of version 3 that a test then spoils: a disk
+// of 1 MiB, clusters of 64 KiB, L1 table in cluster 1, all of it a hole.
+func header() []byte {
+	b := make([]byte, 256<<10)
+	copy(b, "QFI\xfb")
+	put32(b, 4, 3)
+	put32(b, 20, 16)
+	put64(b, 24, 1<<20)
+	put32(b, 36, 1)
+	put64(b, 40, 64<<10)
+	put64(b, 48, 128<<10)
+	put32(b, 56, 1)
+	put32(b, 96, 4)
+	put32(b, 100, 112)
+	return b
+}
+
+func put32(b []byte, at int, v uint32) { binary.BigEndian.PutUint32(b[at:], v) }
+func put64(b []byte, at int, v uint64) { binary.BigEndian.PutUint64(b[at:], v) }
+
+// Whatever points out of an image, contradicts itself or is not understood is
+// refused from the header, by its name, before anything else is read.
+func TestHostileHeaders(t *testing.T) {
+	for _, row := range []struct {
+		name   string
+		spoil  func(b []byte) []byte
+		reason string
+		says   string
+	}{
+		{"nothing wrong", func(b []byte) []byte { return b }, "", ""},
+		{"cut in the header", func(b []byte) []byte { return b[:71] }, fault.CorruptImage, "71 bytes"},
+		{"cut in the header of version 3", func(b []byte) []byte { return b[:103] }, fault.CorruptImage, "103 bytes"},
+		{"version 4", func(b []byte) []byte { put32(b, 4, 4); return b }, fault.FormatNotSupported, "version 4"},
+		{"clusters of 256 bytes", func(b []byte) []byte { put32(b, 20, 8); return b }, fault.CorruptImage, "cluster bits are 8"},
+		{"clusters of 4 MiB", func(b []byte) []byte { put32(b, 20, 22); return b }, fault.CorruptImage, "cluster bits are 22"},
+		{"cluster bits of 2^32-1", func(b []byte) []byte { put32(b, 20, 1<<32-1); return b }, fault.CorruptImage, "cluster bits"},
+		{"backing file", func(b []byte) []byte { put64(b, 8, 512); put32(b, 16, 11); copy(b[512:], "/etc/shadow"); return b }, fault.BackingFile, `"/etc/shadow"`},
+		{"backing file, name outside", func(b []byte) []byte { put64(b, 8, 1<<63); put32(b, 16, 1023); return b }, fault.BackingFile, "outside"},
+		{"backing file, long name", func(b []byte) []byte { put64(b, 8, 512); put32(b, 16, 1<<32-1); return b }, fault.BackingFile, "outside"},
+		{"external data file", func(b []byte) []byte {
+			put64(b, 72, 4)
+			put32(b, 112, qcow2ExtDataFile)
+			put32(b, 116, 9)
+			copy(b[120:], "/dev/sda1")
+			return b
+		}, fault.ExternalDataFile, `"/dev/sda1"`},
+		{"external data file without the bit", func(b []byte) []byte {
+			put32(b, 112, qcow2ExtDataFile)
+			put32(b, 116, 4)
+			copy(b[120:], "/x/y")
+			return b
+		}, fault.ExternalDataFile, `"/x/y"`},
+		{"external data file without a name", func(b []byte) []byte { put64(b, 72, 4); return b }, fault.ExternalDataFile, "external file"},
+		{"AES", func(b []byte) []byte { put32(b, 32, 1); return b }, fault.EncryptedImage, "AES"},
+		{"LUKS", func(b []byte) []byte { put32(b, 32, 2); return b }, fault.EncryptedImage, "LUKS"},
+		{"encryption of another kind", func(b []byte) []byte { put32(b, 32, 77); return b }, fault.EncryptedImage, "method 77"},
+		{"unknown features, one with a name", func(b []byte) []byte {
+			put64(b, 72, 1<<17|1<<63)
+			put32(b, 112, qcow2ExtFeatureNames)
+			put32(b, 116, 48)
+			copy(b[120:], "\x00\x11teleport")
+			return b
+		}, fault.FormatNotSupported, `bit 17 "teleport", bit 63`},
+		{"marked corrupt", func(b []byte) []byte { put64(b, 72, 2); return b }, fault.CorruptImage, "qemu-img check"},
+		{"header length 0", func(b []byte) []byte { put32(b, 100, 0); return b }, fault.CorruptImage, "length is 0"},
+		{"header length of 2^32-1", func(b []byte) []byte { put32(b, 100, 1<<32-1); return b }, fault.CorruptImage, "length is"},
+		{"refcount order 7", func(b []byte) []byte { put32(b, 96, 7); return b }, fault.CorruptImage, "refcount order"},
+		{"compression type without the bit", func(b []byte) []byte { b[104] = 1; return b }, fault.CorruptImage, "compression type"},
+		{"compression bit without the type", func(b []byte) []byte { put64(b, 72, 8); return b }, fault.CorruptImage, "compression type"},
+		{"compression type 9", func(b []byte) []byte { put64(b, 72, 8); b[104] = 9; return b }, fault.FormatNotSupported, "compression type 9"},
+		{"extended entries with small clusters", func(b []byte) []byte {
+			put64(b, 72, 16)
+			put32(b, 20, 13)
+			return b
+		}, fault.CorruptImage, "extended L2"},
+		{"a disk of 2^64-1 bytes", func(b []byte) []byte { put64(b, 24, 1<<64-1); return b }, fault.CorruptImage, "disk's size"},
+		{"a disk of 2^62 bytes", func(b []byte) []byte { put64(b, 24, 1<<62); return b }, fault.CorruptImage, "L1 table has 1 entries"},
+		{"an L1 table too small for the disk", func(b []byte) []byte { put64(b, 24, 513<<20); return b }, fault.CorruptImage, "needs 2"},
+		{"an L1 table of 2^32-1 entries", func(b []byte) []byte { put32(b, 36, 1<<32-1); return b }, fault.CorruptImage, "4194304 are the most"},
+		{"an L1 table behind the file", func(b []byte) []byte { put64(b, 40, 1<<40); return b }, fault.CorruptImage, "L1 table"},
+		{"an L1 table at 2^64-65536", func(b []byte) []byte { put64(b, 40, 1<<64-65536); return b }, fault.CorruptImage, "L1 table"},
+		{"an L1 table across the end", func(b []byte) []byte { put32(b, 36, 32<<10); return b }, fault.CorruptImage, "L1 table"},
+		{"an L1 table off the clusters", func(b []byte) []byte { put64(b, 40, 64<<10+8); return b }, fault.CorruptImage, "L1 table"},
+		{"an L1 table at 0", func(b []byte) []byte { put64(b, 40, 0); return b }, fault.CorruptImage, "L1 table"},
+		{"a refcount table behind the file", func(b []byte) []byte { put32(b, 56, 1<<32-1); return b }, fault.CorruptImage, "refcount table"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			file := &blob{b: row.spoil(header())}
+			opened, err := Open(t.Context(), file, Options{})
+			if file.bytes > shortHead+qcow2HeaderBytes {
+				t.Errorf("read %d bytes of the image before deciding", file.bytes)
+			}
+			if row.reason == "" {
+				if err != nil || opened.Disk.Size() != 1<<20 {
+					t.Errorf("got %v, want a disk of 1 MiB", err)
+				}
+				return
+			}
+			if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != row.reason || !strings.Contains(err.Error(), row.says) {
+				t.Errorf("got %v, want a terminal %s that speaks of %q", err, row.reason, row.says)
+			}
+		})
+	}
+}
+
+func TestWarnings(t *testing.T) {
+	b := header()
+	put64(b, 72, qcow2Dirty)
+	put32(b, 60, 3)
+	opened, err := Open(t.Context(), &blob{b: b}, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if w := strings.Join(opened.Info.Warnings, "\n"); !strings.Contains(w, "dirty") || !strings.Contains(w, "3 internal snapshots") {
+		t.Errorf("warnings are %q", w)
+	}
+}
+
+// Tables that point where they must not are corrupt, never a crash or old bytes.
+func TestHostileTables(t *testing.T) {
+	table := func(version, bits uint32, entries ...uint64) []byte {
+		b := header()
+		put32(b, 4, version)
+		put32(b, 20, bits)
+		if bits != 16 {
+			put64(b, 24, 1<<13)
+		}
+		put64(b, 64<<10, 192<<10)
+		for i, e := range entries {
+			put64(b, 192<<10+8*i, e)
+		}
+		return b
+	}
+	l1 := func(entry uint64) []byte {
+		b := header()
+		put64(b, 64<<10, entry)
+		return b
+	}
+	extended := func(entry, bitmap uint64) []byte {
+		b := table(3, 16, entry, bitmap)
+		put64(b, 72, qcow2ExtendedL2)
+		return b
+	}
+	for _, row := range []struct {
+		name string
+		b    []byte
+		says string
+	}{
+		{"an L2 table behind the file", l1(1 << 40), "L2 table"},
+		{"an L2 table across the end", l1(256 << 10), "L2 table"},
+		{"an L2 table off the clusters", l1(64<<10 + 512), "L2 table"},
+		{"a cluster behind the file", table(3, 16, 1<<40), "cut short"},
+		{"a cluster at the end", table(3, 16, 256<<10), "cut short"},
+		{"a cluster off the clusters", table(3, 16, 64<<10+512), "no multiple"},
+		{"zeros in version 2", table(2, 16, 1), "version 2"},
+		{"a compressed cluster behind the file", table(3, 16, qcow2Compressed|256<<10), "lies at"},
+		{"a compressed cluster of noise", table(3, 16, qcow2Compressed|1), "decompress"},
+		{"a compressed cluster of nothing", table(3, 16, qcow2Compressed|128<<10), "decompress"},
+		{"an L2 table that is its own cluster, compressed", table(3, 16, qcow2Compressed|192<<10), "decompress"},
+		{"a subcluster that is data and zero", extended(128<<10, 1<<32|1), "bitmap"},
+		{"a subcluster of data nowhere", extended(0, 1), "bitmap"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			opened, err := Open(t.Context(), &blob{b: row.b}, Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			_, err = opened.Disk.ReadAtContext(t.Context(), make([]byte, 4096), 0)
+			if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != fault.CorruptImage || !strings.Contains(err.Error(), row.says) {
+				t.Errorf("got %v, want a terminal %s that speaks of %q", err, fault.CorruptImage, row.says)
+			}
+		})
+	}
+}
+
+// FuzzQcow2 opens any bytes as qcow2 and reads what can be read: no crash, no
+// long run, no memory beyond the bounds, and extents without gaps.
+func FuzzQcow2(f *testing.F) {
+	f.Add(header())
+	v2 := header()
+	put32(v2, 4, 2)
+	put64(v2, 64<<10, 192<<10)
+	put64(v2, 192<<10, 128<<10)
+	put64(v2, 192<<10+8, qcow2Compressed|1<<54|70<<10)
+	f.Add(v2)
+	extended := header()
+	put64(extended, 72, qcow2ExtendedL2)
+	put64(extended, 64<<10, 192<<10)
+	put64(extended, 192<<10, 128<<10)
+	put64(extended, 192<<10+8, 0x0000_ff00_0000_00ff)
+	f.Add(extended)
+	zst := header()
+	put64(zst, 72, qcow2Compression)
+	zst[104] = 1
+	put64(zst, 64<<10, 192<<10)
+	put64(zst, 192<<10, qcow2Compressed|128<<10)
+	copy(zst[128<<10:], "\x28\xb5\x2f\xfd\x00\x58\x11\x00\x00hi")
+	f.Add(zst)
+	small := header()[:8<<10]
+	put32(small, 20, 9)
+	put64(small, 40, 1024)
+	put64(small, 48, 2048)
+	put64(small, 24, 32<<10)
+	put64(small, 1024, 4096)
+	put64(small, 4096, 4608)
+	f.Add(small)
+	f.Fuzz(func(t *testing.T, b []byte) {
+		opened, err := openQcow2(t.Context(), &blob{b: b})
+		if err != nil {
+			if f := fault.Of(err); !f.Terminal {
+				t.Errorf("opening says %v, which is not terminal", err)
+			}
+			return
+		}
+		size := opened.Disk.Size()
+		for _, off := range []int64{0, size / 2, max(0, size-2<<20)} {
+			n := min(2<<20, size-off)
+			list, err := opened.Disk.Extents(t.Context(), off, n)
+			if err == nil {
+				at := off
+				for _, e := range list {
+					if e.Start != at || e.Length <= 0 {
+						t.Fatalf("extents of %d+%d: %v", off, n, list)
+					}
+					at = e.End()
+				}
+				if at != off+n {
+					t.Fatalf("extents of %d+%d end at %d", off, n, at)
+				}
+			}
+			p := make([]byte, n)
+			if m, err := opened.Disk.ReadAtContext(t.Context(), p, off); err == nil && m != len(p) {
+				t.Fatalf("read %d of %d bytes at %d without an error", m, n, off)
+			} else if err != nil && !fault.Of(err).Terminal {
+				t.Fatalf("reading says %v, which is not terminal", err)
+			}
+		}
+	})
+}
