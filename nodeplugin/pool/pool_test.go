@@ -446,6 +446,63 @@ func TestUpdateKeepsWhatIsNotTheCallers(t *testing.T) {
 	}
 }
 
+// A volume whose record is damaged is neither used nor removed, and its room is
+// not given to others.
+func TestDamagedRecord(t *testing.T) {
+	p := newPool(t, MinBytes)
+	v := create(t, p, Spec{ID: "v", Bytes: 8 * mib})
+	data := writeRandom(t, v.Path, 0, 8*mib)
+	record := filepath.Join(filepath.Dir(v.Path), metaName)
+	if err := os.WriteFile(record, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p = reopen(t, p)
+	if p.Problem() != "" || len(p.Repairs()) != 1 || len(p.List()) != 0 {
+		t.Errorf("problem %q, repairs %q, volumes %v", p.Problem(), p.Repairs(), p.List())
+	}
+	if err := p.Delete(t.Context(), "v"); !errors.Is(err, ErrUnavailable) {
+		t.Errorf("delete: got %v, want ErrUnavailable", err)
+	}
+	if _, err := p.Create(t.Context(), v.Spec); !errors.Is(err, ErrUnavailable) {
+		t.Errorf("create: got %v, want ErrUnavailable", err)
+	}
+	if s, err := p.Stats(); err != nil || s.ProvisionedBytes != 8*mib {
+		t.Errorf("provisioned %d bytes, %v", s.ProvisionedBytes, err)
+	}
+	if !bytes.Equal(read(t, v.Path, 0, 8*mib), data) {
+		t.Error("the data is gone")
+	}
+}
+
+// The pool may be mounted in a mount namespace of which nobody takes care any more.
+func TestPoolThatIsMountedElsewhereToo(t *testing.T) {
+	p := newPool(t, MinBytes)
+	v := create(t, p, Spec{ID: "v", Bytes: mib})
+	data := writeRandom(t, v.Path, 0, 4096)
+	elsewhere := t.TempDir()
+	if err := device.Bind(p.root, elsewhere, device.BindOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := device.Unmount(elsewhere); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := device.Unmount(p.root); err != nil {
+		t.Fatal(err)
+	}
+	p = reopen(t, p)
+	if p.Problem() != "" || loopsOf(t, p.image) != 1 {
+		t.Fatalf("problem %q, %d loop devices", p.Problem(), loopsOf(t, p.image))
+	}
+	if v, err := p.Get("v"); err != nil || !bytes.Equal(read(t, v.Path, 0, 4096), data) {
+		t.Errorf("the volume is not there: %v", err)
+	}
+	if err := device.Unmount(elsewhere); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestDeleteRefusesWhatALoopShows(t *testing.T) {
 	p := newPool(t, MinBytes)
 	v := create(t, p, Spec{ID: "v", Bytes: mib})
@@ -481,6 +538,7 @@ func TestFullPool(t *testing.T) {
 	a := create(t, p, Spec{ID: "a", Bytes: half})
 	fill(t, a)
 	b := create(t, p, Spec{ID: "b", Bytes: half, From: "a"})
+	scatter(t, b)
 	fill(t, b)
 	_, err = p.Create(t.Context(), Spec{ID: "c", Bytes: half, Mode: Block})
 	var full *FullError
@@ -497,6 +555,27 @@ func TestFullPool(t *testing.T) {
 		t.Fatal(err)
 	}
 	fill(t, create(t, p, Spec{ID: "c", Bytes: half, Preallocate: true}))
+}
+
+// scatter writes every second block, last to first: the most records that a
+// volume can make the filesystem keep.
+func scatter(t *testing.T, v Volume) {
+	t.Helper()
+	f, err := os.OpenFile(v.Path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	b := make([]byte, 4096)
+	rand.Read(b)
+	for off := v.Bytes - 4096; off >= 0; off -= 8192 {
+		if _, err := f.WriteAt(b, off); err != nil {
+			t.Fatalf("volume %s of %d bytes: %v", v.ID, v.Bytes, err)
+		}
+	}
+	if err := f.Sync(); err != nil {
+		t.Fatalf("volume %s of %d bytes: %v", v.ID, v.Bytes, err)
+	}
 }
 
 func fill(t *testing.T, v Volume) {

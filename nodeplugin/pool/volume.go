@@ -146,6 +146,9 @@ func (p *Pool) begin(id string) (end func(), err error) {
 	if err := p.ready(); err != nil {
 		return nil, err
 	}
+	if _, ok := p.lost[id]; ok {
+		return nil, fmt.Errorf("the record of volume %s in pool %s can't be read: repair or remove its folder in %s by hand: %w", id, p.cfg.Name, p.root, ErrUnavailable)
+	}
 	if p.busy[id] {
 		return nil, fmt.Errorf("volume %s is being changed: %w", id, ErrBusy)
 	}
