@@ -411,9 +411,8 @@ func (c *Cluster) withTails(err error) error {
 	}
 	for _, where := range wheres {
 		a, askErr := c.ask(ctx, where, request{Op: "list"})
-		if askErr != nil {
-			err = fmt.Errorf("%w\n%s", err, tail(c.logFile(where, "machine")))
-			continue
+		if log := c.logFile(where, "machine"); askErr != nil && exists(log) {
+			err = fmt.Errorf("%w\n%s", err, tail(log))
 		}
 		for name, s := range a.Programs {
 			if s.Exit != "" {

@@ -111,9 +111,9 @@ func TestCluster(t *testing.T) {
 		}
 	})
 	t.Run("a node sees its loop devices alone", func(t *testing.T) {
-		image := filepath.Join(t.TempDir(), "image")
-		if err := os.WriteFile(image, make([]byte, 1<<20), 0o600); err != nil {
-			t.Fatal(err)
+		const image = "/var/lib/longshore/image"
+		if out, err := c.Command(ctx, "node1", "truncate", "--size=1M", image).CombinedOutput(); err != nil {
+			t.Fatalf("%s: %v", out, err)
 		}
 		got, err := c.Command(ctx, "node1", "losetup", "--find", "--show", image).Output() // left for Down to find
 		if want := fmt.Sprintf("/dev/loop%d\n", c.state.loops(1).first); err != nil || string(got) != want {

@@ -74,7 +74,7 @@ func (s *state) cleanUp(dir string) error {
 	}
 	var errs []error
 	if s.LoopBase > 0 { // else what there is belongs to a cluster after this one
-		errs = append(errs, s.closeHost(ctx), loopRange{s.LoopBase, s.Nodes * loopsPerNode}.free(ctx), removeCgroup(ctx, ""))
+		errs = append(errs, s.closeHost(ctx), loopRange{s.LoopBase, s.Nodes * loopsPerNode}.free(ctx, dir), removeCgroup(ctx, ""))
 	}
 	for _, d := range s.MadeDirs {
 		if err := os.Remove(d); err != nil && !errors.Is(err, fs.ErrNotExist) {

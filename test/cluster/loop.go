@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"math/bits"
 	"os"
+	"strings"
 	"syscall"
 	"time"
+	"unsafe"
 )
 
 // Loop devices are the kernel's, not a namespace's: each node has a range of its
@@ -15,11 +17,12 @@ import (
 const loopsPerNode = 64
 
 const (
-	loopClrFD      = 0x4c01
-	loopCtlRemove  = 0x4c81
-	loopMajor      = 7
-	loopControl    = "/dev/loop-control"
-	loopSysPattern = "/sys/block/loop%d"
+	loopClrFD       = 0x4c01
+	loopGetStatus64 = 0x4c05
+	loopCtlRemove   = 0x4c81
+	loopMajor       = 7
+	loopControl     = "/dev/loop-control"
+	loopSysPattern  = "/sys/block/loop%d"
 )
 
 type loopRange struct{ first, count int }
@@ -63,11 +66,21 @@ func loopMinor(loop int) (int, error) {
 	return loop << bits.Len(uint(parts)), err
 }
 
-// free detaches the loops and takes them out of the kernel.
-func (r loopRange) free(ctx context.Context) error {
+// free detaches the loops and takes them out of the kernel. Those that the kernel
+// gave to a program of the host, because the node did not use them just then, stay:
+// they are of a file that the host finds under the loop's name for it, and outside
+// of dir.
+func (r loopRange) free(ctx context.Context, dir string) error {
 	var there []int
 	for i := r.first; i < r.first+r.count; i++ {
-		if exists(fmt.Sprintf(loopSysPattern, i)) {
+		if !exists(fmt.Sprintf(loopSysPattern, i)) {
+			continue
+		}
+		foreign, err := ofHost(i, dir)
+		if err != nil {
+			return fmt.Errorf("look at loop%d: %w", i, err)
+		}
+		if !foreign {
 			there = append(there, i)
 		}
 	}
@@ -104,18 +117,7 @@ func freeLoop(ctx context.Context, control *os.File, loop int) error {
 }
 
 func detach(loop int) error {
-	node := fmt.Sprintf("/dev/loop%d", loop)
-	if !exists(node) { // a /dev that the kernel does not fill
-		minor, err := loopMinor(loop)
-		if err != nil {
-			return err
-		}
-		if err := syscall.Mknod(node, syscall.S_IFBLK|0o600, loopMajor<<8|minor&0xff|(minor&^0xff)<<12); err != nil {
-			return err
-		}
-		defer os.Remove(node)
-	}
-	f, err := os.Open(node)
+	f, err := openLoop(loop)
 	if err != nil {
 		return err
 	}
@@ -124,6 +126,47 @@ func detach(loop int) error {
 		return err
 	}
 	return nil
+}
+
+func ofHost(loop int, dir string) (bool, error) {
+	name, err := os.ReadFile(fmt.Sprintf(loopSysPattern, loop) + "/loop/backing_file")
+	if err != nil {
+		return false, nil // not bound
+	}
+	path := strings.TrimSuffix(string(name), "\n")
+	var seen syscall.Stat_t
+	if syscall.Stat(path, &seen) != nil || strings.HasPrefix(path, dir+"/") {
+		return false, nil
+	}
+	f, err := openLoop(loop)
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	var info struct { // of struct loop_info64 only the start matters
+		Device, Inode uint64
+		_             [216]byte
+	}
+	err = ioctl(f.Fd(), loopGetStatus64, uintptr(unsafe.Pointer(&info)))
+	if errors.Is(err, syscall.ENXIO) {
+		return false, nil // not bound any more
+	}
+	return info.Device == seen.Dev && info.Inode == seen.Ino, err
+}
+
+func openLoop(loop int) (*os.File, error) {
+	node := fmt.Sprintf("/dev/loop%d", loop)
+	if !exists(node) { // a /dev that the kernel does not fill
+		minor, err := loopMinor(loop)
+		if err != nil {
+			return nil, err
+		}
+		if err := syscall.Mknod(node, syscall.S_IFBLK|0o600, loopMajor<<8|minor&0xff|(minor&^0xff)<<12); err != nil {
+			return nil, err
+		}
+		defer os.Remove(node)
+	}
+	return os.Open(node)
 }
 
 func ioctl(fd, request, arg uintptr) error {
@@ -141,7 +184,7 @@ func (f final) Unwrap() error { return f.error }
 // poll calls f until it returns nil or a final error, for at most d, and returns
 // its last error.
 func poll(ctx context.Context, d time.Duration, f func() error) error {
-	ctx, cancel := context.WithTimeout(ctx, d)
+	limit, cancel := context.WithTimeout(ctx, d)
 	defer cancel()
 	for {
 		err := f()
@@ -152,8 +195,11 @@ func poll(ctx context.Context, d time.Duration, f func() error) error {
 			return f.error
 		}
 		select {
-		case <-ctx.Done():
-			return fmt.Errorf("%w (waited %s)", err, d)
+		case <-limit.Done():
+			if ctx.Err() != nil {
+				return fmt.Errorf("%w: %w", ctx.Err(), err)
+			}
+			return fmt.Errorf("after %s: %w", d, err)
 		case <-time.After(100 * time.Millisecond):
 		}
 	}

@@ -235,7 +235,7 @@ func (c *Cluster) KillNode(ctx context.Context, node string) error {
 	if err := c.stop(ctx, "", node, syscall.SIGKILL); err != nil {
 		return err
 	}
-	return errors.Join(c.state.loops(n).free(ctx), removeCgroup(ctx, node))
+	return errors.Join(c.state.loops(n).free(ctx, c.dir), removeCgroup(ctx, node))
 }
 
 // StartNode boots a node after KillNode and returns when it is ready.
