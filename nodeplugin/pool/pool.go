@@ -645,7 +645,7 @@ func (p *Pool) expected() (Stats, error) {
 		// XFS takes a log of 64 MiB at least, and some for its tables.
 		total -= max(64<<20, total/100) + total/10
 	}
-	available := min(total-total/100*reservePercent, free)
+	available := min(total, free) - total/100*reservePercent
 	return Stats{TotalBytes: total, BackingFree: free, AvailableBytes: max(0, available) / extentBytes * extentBytes}, nil
 }
 

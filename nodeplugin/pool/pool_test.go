@@ -113,20 +113,24 @@ func TestOpenMakesNothing(t *testing.T) {
 }
 
 func TestExpectedFiguresAreKept(t *testing.T) {
-	p := open(t, Config{Name: "test", Dir: filepath.Join(t.TempDir(), "pool"), Bytes: 512 * mib})
-	before, err := p.Stats()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := p.Make(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	after, err := p.Stats()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if before.AvailableBytes > after.AvailableBytes {
-		t.Errorf("%d bytes were announced, %d are there", before.AvailableBytes, after.AvailableBytes)
+	embedded := open(t, Config{Name: "embedded", Dir: filepath.Join(t.TempDir(), "pool"), Bytes: 512 * mib})
+	outer := newPool(t, MinBytes)
+	direct := open(t, Config{Name: "direct", Dir: filepath.Join(outer.root, "inner")})
+	for _, p := range []*Pool{embedded, direct} {
+		before, err := p.Stats()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Make(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		after, err := p.Stats()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if before.AvailableBytes <= 0 || before.AvailableBytes > after.AvailableBytes+mib {
+			t.Errorf("%s: %d bytes were announced, %d are there", p.Name(), before.AvailableBytes, after.AvailableBytes)
+		}
 	}
 }
 
@@ -443,6 +447,101 @@ func TestUpdateKeepsWhatIsNotTheCallers(t *testing.T) {
 	}
 	if _, err := p.Update("nobody", func(*Volume) {}); !errors.Is(err, ErrNotFound) {
 		t.Errorf("got %v, want ErrNotFound", err)
+	}
+}
+
+func attach(t *testing.T, v Volume) *device.Loop {
+	t.Helper()
+	f, err := os.OpenFile(v.Path, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	l, err := device.AttachLoop(f, device.LoopOptions{DirectIO: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Detach(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
+
+// Guests and filesystems remember the sector size of their disk, so a snapshot
+// or a clone must not change it, even where it costs direct I/O.
+func TestSharedBlocksKeepTheSectorSize(t *testing.T) {
+	p := newPool(t, MinBytes)
+	v := create(t, p, Spec{ID: "v", Bytes: 8 * mib})
+	writeRandom(t, v.Path, 0, mib)
+	sector := func(v Volume) uint32 {
+		l := attach(t, v)
+		dev, err := os.Open(l.Path())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer dev.Close()
+		bytes, err := unix.IoctlGetUint32(int(dev.Fd()), unix.BLKSSZGET)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("%s: sectors of %d bytes, direct I/O %t", v.ID, bytes, l.DirectIO())
+		return bytes
+	}
+	before := sector(v)
+	clone := create(t, p, Spec{ID: "c", Bytes: 8 * mib, From: "v"})
+	if after := sector(v); after != before {
+		t.Errorf("the source of a clone had sectors of %d bytes, and now of %d", before, after)
+	}
+	if of := sector(clone); of != before {
+		t.Errorf("a volume has sectors of %d bytes, its clone of %d", before, of)
+	}
+}
+
+// A snapshot of a frozen filesystem is one that can be mounted beside it.
+func TestSnapshotOfAMountedFilesystem(t *testing.T) {
+	for fstype, bytes := range map[string]int64{device.Ext4: 64 * mib, device.XFS: 300 * mib} {
+		p := newPool(t, 1024*mib)
+		v := create(t, p, Spec{ID: "v", Bytes: bytes, Mode: Filesystem, FSType: fstype})
+		mount := func(l *device.Loop) string {
+			dir := t.TempDir()
+			if err := device.Mount(l.Path(), dir, fstype, device.MountOptions{}); err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() {
+				if err := device.Unmount(dir); err != nil {
+					t.Error(err)
+				}
+			})
+			return dir
+		}
+		l := attach(t, v)
+		if err := device.Mkfs(t.Context(), l.Path(), fstype, device.MkfsOptions{Zeroed: true}); err != nil {
+			t.Fatal(err)
+		}
+		dir := mount(l)
+		// Not synced: freezing does that.
+		if err := os.WriteFile(filepath.Join(dir, "a"), []byte("before"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := device.Freeze(dir); err != nil {
+			t.Fatal(err)
+		}
+		_, err := p.Snapshot(t.Context(), "s", "v")
+		if err := device.Thaw(dir); err != nil {
+			t.Fatal(err)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, "a"), []byte("after"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		clone := mount(attach(t, create(t, p, Spec{ID: "c", Bytes: bytes, Mode: Filesystem, FSType: fstype, From: "s"})))
+		if got, err := os.ReadFile(filepath.Join(clone, "a")); err != nil || string(got) != "before" {
+			t.Errorf("%s: the clone of the snapshot holds %q, %v", fstype, got, err)
+		}
 	}
 }
 
