@@ -2,12 +2,20 @@ package image_test
 
 import (
 	"bytes"
+	"context"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/longshore-io/longshore/nodeplugin/blockcopy"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
@@ -58,7 +66,7 @@ func TestImportEqualsQemu(t *testing.T) {
 	}
 }
 
-func open(t *testing.T, path string) *image.Opened {
+func blobOf(t *testing.T, path string) source.Blob {
 	t.Helper()
 	params, err := json.Marshal(file.Params{Path: path})
 	if err != nil {
@@ -69,7 +77,12 @@ func open(t *testing.T, path string) *image.Opened {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { blob.Close() })
-	opened, err := image.Open(t.Context(), blob, image.Options{})
+	return blob
+}
+
+func open(t *testing.T, path string) *image.Opened {
+	t.Helper()
+	opened, err := image.Open(t.Context(), blobOf(t, path), image.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -152,4 +165,138 @@ func (d *target) ReadAt(p []byte, off int64) (int, error)  { return d.f.ReadAt(p
 func (d *target) Zero(off, n int64) error {
 	_, err := d.f.WriteAt(make([]byte, n), off)
 	return err
+}
+
+// counted counts the requests for an image.
+type counted struct {
+	image.Ranged
+	mu       sync.Mutex
+	requests int
+	longest  int
+	bytes    int64
+}
+
+func (c *counted) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	c.mu.Lock()
+	c.requests++
+	c.bytes += int64(len(p))
+	c.longest = max(c.longest, len(p))
+	c.mu.Unlock()
+	return c.Ranged.ReadAtContext(ctx, p, off)
+}
+
+// A qcow2 image is read in few requests of up to 1 MiB, and hardly a byte twice.
+func TestRequestsAreFewAndLong(t *testing.T) {
+	raw := images.Raw(t, 5, 12<<20)
+	rand.NewChaCha8([32]byte{5}).Read(raw.Content[1<<20 : 9<<20])
+	for i := 2 << 20; i < 9<<20; i += 3 {
+		raw.Content[i] = 'x' // compresses, but not to nothing
+	}
+	if err := os.WriteFile(raw.Path, raw.Content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, options := range [][]string{
+		{"-o", "cluster_size=64k"},
+		{"-c", "-o", "cluster_size=64k"},
+		{"-c", "-o", "cluster_size=64k,compression_type=zstd"},
+		{"-c", "-o", "cluster_size=4k"},
+		{"-c", "-o", "cluster_size=2M"},
+		{"-o", "cluster_size=2M"},
+	} {
+		t.Run(strings.Join(options, " "), func(t *testing.T) {
+			t.Parallel()
+			img := images.Convert(t, raw, options...)
+			info, err := os.Stat(img.Path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			file := &counted{Ranged: blobOf(t, img.Path).(image.Ranged)}
+			opened, err := image.Open(t.Context(), file, image.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			dst := newTarget(t, int64(len(img.Content)), true)
+			if err := blockcopy.Copy(t.Context(), dst, opened.Disk, blockcopy.Options{KnownZero: true}); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("file of %d bytes: %d requests, %d bytes, %d the longest", info.Size(), file.requests, file.bytes, file.longest)
+			if most := 2*12 + 10; file.requests > most {
+				t.Errorf("%d requests for a file of %d bytes, want at most %d", file.requests, info.Size(), most)
+			}
+			if most := info.Size() + info.Size()/20 + 300<<10; file.bytes > most {
+				t.Errorf("%d bytes read of a file of %d, want at most %d", file.bytes, info.Size(), most)
+			}
+			if file.longest > 2<<20+512 {
+				t.Errorf("a request of %d bytes", file.longest)
+			}
+		})
+	}
+}
+
+// Whatever a file says, reading it holds no more memory than is promised: here
+// clusters of 2 MiB that claim to be 4 MiB when compressed, by many readers.
+func TestMemoryIsBounded(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "bomb.qcow2")
+	f, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	const cluster = 2 << 20
+	head := make([]byte, 112)
+	copy(head, "QFI\xfb")
+	binary.BigEndian.PutUint32(head[4:], 3)
+	binary.BigEndian.PutUint32(head[20:], 21)
+	binary.BigEndian.PutUint64(head[24:], 256<<30) // a disk of 256 GiB
+	binary.BigEndian.PutUint32(head[36:], 4<<20)   // the longest L1 table
+	binary.BigEndian.PutUint64(head[40:], cluster)
+	binary.BigEndian.PutUint32(head[96:], 4)
+	binary.BigEndian.PutUint32(head[100:], 112)
+	l1 := binary.BigEndian.AppendUint64(nil, 32*cluster)
+	l2 := bytes.Repeat(binary.BigEndian.AppendUint64(nil, 1<<62|0x1fff<<49|40*cluster), cluster/8)
+	for _, w := range []struct {
+		off int64
+		b   []byte
+	}{{0, head}, {cluster, l1}, {32 * cluster, l2}, {50 * cluster, []byte{0}}} {
+		if _, err := f.WriteAt(w.b, w.off); err != nil {
+			t.Fatal(err)
+		}
+	}
+	opened := open(t, path)
+	var before, now runtime.MemStats
+	defer debug.SetGCPercent(debug.SetGCPercent(10)) // what is held, not what is left to collect
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	stop := make(chan struct{})
+	var peak uint64
+	var watcher, readers sync.WaitGroup
+	watcher.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Millisecond):
+				runtime.ReadMemStats(&now)
+				peak = max(peak, now.HeapInuse)
+			}
+		}
+	})
+	for i := range int64(16) {
+		readers.Go(func() {
+			p := make([]byte, 4096)
+			for k := range int64(4) {
+				// Each read ends in an error, after it has got all 4 MiB.
+				opened.Disk.ReadAtContext(t.Context(), p, (i*10+k)*cluster)
+				opened.Disk.Extents(t.Context(), (i*10+k)*512<<20/2, 1<<20)
+			}
+		})
+	}
+	readers.Wait()
+	close(stop)
+	watcher.Wait()
+	if held := int64(peak) - int64(before.HeapInuse); held > 32<<20 {
+		t.Errorf("16 readers held %d MiB", held>>20)
+	} else {
+		t.Logf("16 readers held %d MiB", held>>20)
+	}
 }
