@@ -1,0 +1,30 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/longshore-io/longshore/test/e2e/lab"
+)
+
+// world is the cluster that all stories share.
+var world *lab.Lab
+
+func TestMain(m *testing.M) { os.Exit(run(m)) }
+
+func run(m *testing.M) int {
+	var err error
+	world, err = lab.Start(context.Background(), os.Stderr)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "the cluster does not start:", err)
+		return 1
+	}
+	code := m.Run()
+	if err := world.Close(); err != nil {
+		fmt.Fprintln(os.Stderr, "the cluster does not end:", err)
+		return 1
+	}
+	return code
+}
