@@ -1,0 +1,433 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/longshore-io/longshore/nodeplugin/device"
+	"github.com/longshore-io/longshore/test/images"
+	"github.com/longshore-io/longshore/test/peers"
+)
+
+// The tests of this file use the program as a person does: they run it.
+var binary string
+
+func TestMain(m *testing.M) {
+	dir, err := os.MkdirTemp("", "longshore-cli-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	binary = filepath.Join(dir, "longshore")
+	if out, err := exec.Command("go", "build", "-o", binary, ".").CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "build longshore: %v: %s\n", err, out)
+		os.Exit(1)
+	}
+	code := m.Run()
+	os.RemoveAll(dir)
+	os.Exit(code)
+}
+
+type ran struct {
+	code           int
+	stdout, stderr string
+}
+
+func longshore(t *testing.T, args ...string) ran {
+	t.Helper()
+	cmd := command(t, args...)
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	err := cmd.Run()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		t.Fatal(err)
+	}
+	return ran{cmd.ProcessState.ExitCode(), out.String(), errs.String()}
+}
+
+func command(t *testing.T, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(t.Context(), binary, args...)
+	cmd.Env = append(os.Environ(), "XDG_CACHE_HOME="+t.TempDir())
+	return cmd
+}
+
+func (r ran) must(t *testing.T, code int) ran {
+	t.Helper()
+	if r.code != code {
+		t.Fatalf("exit code %d, want %d\nstdout: %s\nstderr: %s", r.code, code, r.stdout, r.stderr)
+	}
+	return r
+}
+
+func equal(t *testing.T, path string, want []byte) {
+	t.Helper()
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != len(want) {
+		t.Fatalf("%s has %d bytes, want %d", path, len(got), len(want))
+	}
+	for i := range got {
+		if got[i] != want[i] {
+			t.Fatalf("%s differs first at byte %d of %d", path, i, len(got))
+		}
+	}
+}
+
+func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
+	web := peers.Nginx(t, peers.NginxOptions{})
+	raw := images.Raw(t, 1, 5<<20+512)
+	for name, img := range map[string]images.Image{
+		"raw":         raw,
+		"qcow2":       images.Convert(t, raw),
+		"qcow2, zlib": images.Convert(t, raw, "-c"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			content, err := os.ReadFile(img.Path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, source := range []string{img.Path, web.Put(filepath.Base(img.Path), content)} {
+				target := filepath.Join(t.TempDir(), "disk.raw")
+				r := longshore(t, "import", source, target).must(t, 0)
+				equal(t, target, raw.Content)
+				if !strings.Contains(r.stdout, "disk of 5243392 bytes") {
+					t.Errorf("stdout: %s", r.stdout)
+				}
+				if _, err := os.Stat(target + ".longshore-journal"); !errors.Is(err, os.ErrNotExist) {
+					t.Errorf("the journal of a finished import stays: %v", err)
+				}
+			}
+		})
+	}
+	t.Run("raw.gz, whose size only its end tells", func(t *testing.T) {
+		gz := filepath.Join(t.TempDir(), "d.raw.gz")
+		if out, err := exec.Command("sh", "-c", `gzip -c "$0" > "$1"`, raw.Path, gz).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		target := filepath.Join(t.TempDir(), "disk.raw")
+		longshore(t, "import", gz, target).must(t, 0)
+		equal(t, target, raw.Content)
+	})
+	t.Run("grown", func(t *testing.T) {
+		target := filepath.Join(t.TempDir(), "disk.raw")
+		longshore(t, "import", "--size", "8Mi", "--preallocate", raw.Path, target).must(t, 0)
+		equal(t, target, append(bytes.Clone(raw.Content), make([]byte, 8<<20-len(raw.Content))...))
+		var st syscall.Stat_t
+		if err := syscall.Stat(target, &st); err != nil || st.Blocks*512 < 8<<20 {
+			t.Errorf("%d bytes are allocated, want all 8 MiB (%v)", st.Blocks*512, err)
+		}
+	})
+}
+
+func TestImportToABlockDevice(t *testing.T) {
+	raw := images.Raw(t, 2, 3<<20)
+	backing, err := os.Create(filepath.Join(t.TempDir(), "backing"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer backing.Close()
+	if err := backing.Truncate(4 << 20); err != nil {
+		t.Fatal(err)
+	}
+	loop, err := device.AttachLoop(backing, device.LoopOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := loop.Detach(context.Background()); err != nil {
+			t.Error(err)
+		}
+	})
+	longshore(t, "import", raw.Path, loop.Path()).must(t, 0)
+	want := append(bytes.Clone(raw.Content), make([]byte, 1<<20)...)
+	equal(t, loop.Path(), want)
+
+	r := longshore(t, "import", raw.Path, loop.Path()).must(t, exitTerminal)
+	if !strings.Contains(r.stderr, "--force") {
+		t.Errorf("a device with data: stderr does not say --force: %s", r.stderr)
+	}
+	other := images.Raw(t, 3, 2<<20)
+	longshore(t, "import", "--force", other.Path, loop.Path()).must(t, 0)
+	equal(t, loop.Path(), append(bytes.Clone(other.Content), make([]byte, 2<<20)...))
+
+	big := images.Raw(t, 4, 5<<20)
+	r = longshore(t, "import", "--force", big.Path, loop.Path()).must(t, exitTerminal)
+	if !strings.Contains(r.stderr, "5242880") || !strings.Contains(r.stderr, "4194304") {
+		t.Errorf("the sizes are not told: %s", r.stderr)
+	}
+	equal(t, loop.Path(), append(bytes.Clone(other.Content), make([]byte, 2<<20)...))
+}
+
+func TestWrongInputsSayWhatToDo(t *testing.T) {
+	dir := t.TempDir()
+	raw := images.Raw(t, 5, 1<<20)
+	web := peers.Nginx(t, peers.NginxOptions{})
+	private := peers.Nginx(t, peers.NginxOptions{User: "me", Password: "secret"})
+	tls := peers.Nginx(t, peers.NginxOptions{TLS: true})
+	rawContent, err := os.ReadFile(raw.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	good := web.Put("good.raw", rawContent)
+	page := web.Put("page.raw", []byte("<!DOCTYPE html><html><body>Log in</body></html>"))
+	locked := private.Put("a.raw", rawContent)
+	safe := tls.Put("a.raw", rawContent)
+	backed := filepath.Join(dir, "backed.qcow2")
+	if out, err := exec.Command("qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", raw.Path, backed).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	full := filepath.Join(dir, "full")
+	if err := os.WriteFile(full, []byte("precious"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	faulty := peers.Faulty(t, rawContent, func(int, *http.Request) peers.Misdeed { return peers.Status(503) })
+
+	for _, c := range []struct {
+		name string
+		args []string
+		code int
+		says string
+	}{
+		{"no arguments", []string{"import"}, exitUsage, "accepts 2 arg"},
+		{"unknown flag", []string{"import", "--frob", "a", "b"}, exitUsage, "unknown flag"},
+		{"unknown command", []string{"imprt"}, exitUsage, "unknown command"},
+		{"unknown scheme", []string{"import", "ftp://h/x", dir + "/o"}, exitUsage, "http://"},
+		{"size of nonsense", []string{"import", "--size", "many", good, dir + "/o"}, exitUsage, "10Gi"},
+		{"format of nonsense", []string{"import", "--format", "vmdk", good, dir + "/o"}, exitUsage, "raw or qcow2"},
+		{"password without user", []string{"import", "--password-file", full, good, dir + "/o"}, exitUsage, "--user"},
+		{"no such file", []string{"import", dir + "/nothing", dir + "/o"}, exitTerminal, "no such file"},
+		{"404", []string{"import", web.URL("nothing"), dir + "/o"}, exitTerminal, "404"},
+		{"401", []string{"import", locked, dir + "/o"}, exitTerminal, "401"},
+		{"unknown CA", []string{"import", safe, dir + "/o"}, exitTerminal, "certificate"},
+		{"HTML page", []string{"import", page, dir + "/o"}, exitTerminal, "HTML"},
+		{"backing file", []string{"import", backed, dir + "/o"}, exitTerminal, "backing"},
+		{"larger than --size", []string{"import", "--size", "4096", good, dir + "/o"}, exitTerminal, "1048576"},
+		{"target with content", []string{"import", good, full}, exitTerminal, "--force"},
+		{"target is a folder", []string{"import", good, dir}, exitTerminal, "folder|directory|neither"},
+		{"target in no folder", []string{"import", good, dir + "/no/o"}, exitTerminal, "can be written"},
+		{"target is the source", []string{"import", "--force", raw.Path, raw.Path}, exitTerminal, "source itself"},
+		{"server in trouble", []string{"import", "--retries", "0", faulty.URL + "/a.raw", dir + "/o"}, exitTransient, "503.*run the same command again"},
+		{"inspect: bad output", []string{"inspect", "-o", "yaml", good}, exitUsage, "json"},
+		{"inspect: HTML page", []string{"inspect", page}, exitTerminal, "HTML"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			r := longshore(t, c.args...)
+			if r.code != c.code {
+				t.Errorf("exit code %d, want %d", r.code, c.code)
+			}
+			if !regexp.MustCompile("(?s)" + c.says).MatchString(r.stderr) {
+				t.Errorf("stderr %q, want %q in it", r.stderr, c.says)
+			}
+			if strings.Contains(r.stderr, "goroutine") {
+				t.Errorf("stderr: %s", r.stderr)
+			}
+			for _, left := range []string{"o", "o.longshore-journal", "full.longshore-journal"} {
+				if _, err := os.Stat(filepath.Join(dir, left)); err == nil {
+					t.Errorf("%s is left behind", left)
+				}
+			}
+		})
+	}
+	equal(t, full, []byte("precious"))
+	equal(t, raw.Path, raw.Content)
+
+	t.Run("the remedies work", func(t *testing.T) {
+		ca, password := filepath.Join(dir, "ca.pem"), filepath.Join(dir, "password")
+		for path, content := range map[string]string{ca: tls.CA, password: "secret\n"} {
+			if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i, args := range [][]string{
+			{"--ca-file", ca, safe},
+			{"--insecure-skip-verify", safe},
+			{"--user", "me", "--password-file", password, locked},
+			{"--header", "Authorization: Basic bWU6c2VjcmV0", locked},
+			{strings.Replace(locked, "://", "://me:secret@", 1)},
+		} {
+			target := filepath.Join(dir, fmt.Sprint("remedy", i))
+			r := longshore(t, append([]string{"import", "--no-progress"}, append(args, target)...)...).must(t, 0)
+			equal(t, target, raw.Content)
+			if r.stderr != "" {
+				t.Errorf("--no-progress says %q", r.stderr)
+			}
+			if strings.Contains(r.stdout, "secret") {
+				t.Errorf("a password is printed: %s", r.stdout)
+			}
+		}
+	})
+}
+
+func TestInspect(t *testing.T) {
+	raw := images.Raw(t, 6, 3<<20)
+	img := images.Convert(t, raw, "-c")
+	r := longshore(t, "inspect", "-o", "json", img.Path).must(t, 0)
+	var got inspection
+	if err := json.Unmarshal([]byte(r.stdout), &got); err != nil {
+		t.Fatalf("%v: %s", err, r.stdout)
+	}
+	if got.Format != "qcow2" || got.ClusterCompression != "zlib" || got.VirtualSizeBytes == nil || *got.VirtualSizeBytes != 3<<20 || got.AllocatedBytes == nil {
+		t.Errorf("got %+v", got)
+	}
+	text := longshore(t, "inspect", img.Path).must(t, 0).stdout
+	for _, want := range []string{"format:", "qcow2", "3145728 bytes (3.0 MiB)", "zlib"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in %s", want, text)
+		}
+	}
+}
+
+// A killed import goes on: what it read again is what was in flight, and the
+// disk is right.
+func TestKilledImportGoesOn(t *testing.T) {
+	const size = 96 << 20
+	raw := images.Raw(t, 7, size)
+	content, err := os.ReadFile(raw.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, signal := range []syscall.Signal{syscall.SIGKILL, syscall.SIGINT} {
+		t.Run(signal.String(), func(t *testing.T) {
+			web := peers.Nginx(t, peers.NginxOptions{LimitRate: 4 << 20})
+			url := web.Put("d.raw", content)
+			dir := t.TempDir()
+			target := filepath.Join(dir, "disk.raw")
+			cmd := command(t, "import", url, target)
+			out, err := cmd.StderrPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			// It says how far it is at most every two seconds: the first line comes
+			// in mid-transfer, the server is slow enough for that.
+			first := make([]byte, 1)
+			if _, err := io.ReadFull(out, first); err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Process.Signal(signal); err != nil {
+				t.Fatal(err)
+			}
+			_, _ = io.Copy(io.Discard, out)
+			_ = cmd.Wait()
+			if signal == syscall.SIGINT && cmd.ProcessState.ExitCode() != exitInterrupted {
+				t.Errorf("exit code %d, want %d", cmd.ProcessState.ExitCode(), exitInterrupted)
+			}
+			if _, err := os.Stat(target + ".longshore-journal"); err != nil {
+				t.Fatalf("no journal after the kill: %v", err)
+			}
+			before := sent(t, web)
+			if before >= size {
+				t.Fatalf("the server had sent all %d bytes: the kill came too late", before)
+			}
+
+			r := longshore(t, "import", url, target).must(t, 0)
+			if !strings.Contains(r.stderr, "going on") {
+				t.Errorf("stderr: %s", r.stderr)
+			}
+			equal(t, target, raw.Content)
+			total := sent(t, web)
+			if again := total - size; again > 64<<20 {
+				t.Errorf("%d bytes were sent twice, at most 64 MiB may be", again)
+			}
+			if total-before >= size {
+				t.Errorf("the second run read %d bytes: it began at byte zero", total-before)
+			}
+			t.Logf("%d bytes sent before, %d after, %d of them again", before, total-before, total-size)
+		})
+	}
+}
+
+// sent waits until the web server's log stands still: it writes a line when a
+// broken connection is noticed.
+func sent(t *testing.T, web *peers.NginxServer) int64 {
+	t.Helper()
+	was := int64(-1)
+	for {
+		now := web.Sent()
+		if now == was {
+			return now
+		}
+		was = now
+		select {
+		case <-t.Context().Done():
+			t.Fatal(t.Context().Err())
+		case <-time.After(500 * time.Millisecond):
+		}
+	}
+}
+
+// What another program wrote to the target since is not taken for ours.
+func TestJournalOfAnotherFileIsNotBelieved(t *testing.T) {
+	dir := t.TempDir()
+	raw := images.Raw(t, 8, 8<<20)
+	content, err := os.ReadFile(raw.Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	broken := peers.Faulty(t, content, func(n int, _ *http.Request) peers.Misdeed {
+		if n > 4 {
+			return peers.Status(503)
+		}
+		return nil
+	})
+	target := filepath.Join(dir, "disk.raw")
+	longshore(t, "import", "--retries", "0", broken.URL+"/d.raw", target).must(t, exitTransient)
+	if err := os.Remove(target); err != nil && !errors.Is(err, os.ErrNotExist) {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(target, []byte("somebody else's"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	r := longshore(t, "import", raw.Path, target).must(t, exitTerminal)
+	if !strings.Contains(r.stderr, "--force") {
+		t.Errorf("stderr: %s", r.stderr)
+	}
+	equal(t, target, []byte("somebody else's"))
+	longshore(t, "import", "--force", raw.Path, target).must(t, 0)
+	equal(t, target, raw.Content)
+}
+
+// The chart passes flags to the program: each must exist.
+func TestChartPassesKnownFlags(t *testing.T) {
+	flag := regexp.MustCompile(`(?m)^\s+- --([a-z-]+)`)
+	for file, name := range map[string]string{"node.yaml": "node", "controller.yaml": "controller"} {
+		cmd, _, err := rootCommand().Find([]string{name})
+		if err != nil || cmd.Name() != name {
+			t.Errorf("no subcommand %s", name)
+			continue
+		}
+		text, err := os.ReadFile(filepath.Join("../../charts/longshore/templates", file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, own, _ := strings.Cut(string(text), "- name: longshore\n")
+		own, _, _ = strings.Cut(own, "volumeMounts:")
+		flags := flag.FindAllStringSubmatch(own, -1)
+		if len(flags) < 5 {
+			t.Errorf("found only %d flags in %s", len(flags), file)
+		}
+		for _, f := range flags {
+			if cmd.Flags().Lookup(f[1]) == nil {
+				t.Errorf("%s passes --%s, which longshore %s does not have", file, f[1], name)
+			}
+		}
+	}
+}

@@ -1,0 +1,502 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/longshore-io/longshore/nodeplugin/device"
+	"github.com/longshore-io/longshore/nodeplugin/extent"
+	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/nodeplugin/image"
+	"github.com/longshore-io/longshore/nodeplugin/journal"
+	"github.com/longshore-io/longshore/nodeplugin/mover"
+	"github.com/longshore-io/longshore/nodeplugin/source"
+)
+
+const (
+	// A commit makes durable what was written: after so many bytes, or so long.
+	commitBytes = 16 << 20
+	commitAge   = time.Second
+
+	firstRetry = time.Second
+	lastRetry  = 30 * time.Second
+
+	// Where only the whole stream tells how large the disk is, the file begins
+	// as a hole of at most this size and is cut to the disk's in the end.
+	unknownBytes = 4 << 40
+)
+
+// transfer is one run of longshore import.
+type transfer struct {
+	from        origin
+	source      string
+	target      string
+	journalPath string
+	force       bool
+	size        string
+	preallocate bool
+	retries     int
+	noProgress  bool
+}
+
+func importCommand() *cobra.Command {
+	var t transfer
+	cmd := &cobra.Command{
+		Use:   "import SOURCE TARGET",
+		Short: "Write the disk in an image to a file or a block device",
+		Long: `Write the disk that SOURCE, an http(s):// URL or the path of an image, holds to
+TARGET, a file or a block device, as a raw disk.
+
+Interrupted or killed, an import goes on where it was when the same command is
+run again: what is durable is listed in a journal, TARGET.longshore-journal.
+
+Exit codes: 0 done; 1 internal error; 2 wrong command line; 3 failed for good,
+something must be changed; 4 failed for now, try again; 130 interrupted.`,
+		Args: usageArgs(cobra.ExactArgs(2)),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			t.source, t.target = args[0], args[1]
+			return t.run(cmd)
+		},
+	}
+	f := cmd.Flags()
+	t.from.flags(f)
+	f.StringVar(&t.journalPath, "journal", "", "path of the journal (default: TARGET.longshore-journal; for a device, in the user's cache folder)")
+	f.BoolVar(&t.force, "force", false, "overwrite a target that is not empty")
+	f.StringVar(&t.size, "size", "", "grow the disk to this size: bytes, or with a unit as in 10Gi")
+	f.BoolVar(&t.preallocate, "preallocate", false, "allocate the whole file, so that it cannot run out of space later")
+	f.IntVar(&t.retries, "retries", 8, "tries in a row without a new byte before giving up")
+	f.BoolVar(&t.noProgress, "no-progress", false, "say nothing until the end")
+	return cmd
+}
+
+func (t *transfer) run(cmd *cobra.Command) error {
+	ctx := cmd.Context()
+	spec, err := t.from.spec(t.source)
+	if err != nil {
+		return usage(cmd, err)
+	}
+	recipe, err := t.from.recipe(t.source)
+	if err != nil {
+		return err
+	}
+	var want int64
+	if t.size != "" {
+		q, err := resource.ParseQuantity(t.size)
+		if err != nil || q.Value() <= 0 {
+			return usage(cmd, fmt.Errorf("size %q: give bytes, or a number with a unit as in 10Gi", t.size))
+		}
+		want = q.Value()
+	}
+	if t.journalPath == "" {
+		if t.journalPath, err = defaultJournal(t.target); err != nil {
+			return err
+		}
+	}
+	start := time.Now()
+	show := newDisplay(cmd.ErrOrStderr(), t.noProgress)
+	defer show.stop()
+
+	info, err := t.look(ctx, spec, show)
+	if err != nil {
+		return t.explain(ctx, err)
+	}
+	out, err := t.open(info, want, recipe)
+	if err != nil {
+		return err
+	}
+	for _, w := range info.Warnings {
+		show.say("warning: " + w)
+	}
+	if n := out.journal.Done.Bytes(); n > 0 {
+		show.say(fmt.Sprintf("going on: %d bytes (%s) are there already", n, human(n)))
+	}
+	show.start(info.VirtualSize, out.journal.Done.Bytes(), &out.moved)
+	facts, err := t.try(ctx, spec, out, show)
+	show.stop()
+	if err != nil {
+		return errors.Join(t.explain(ctx, err), out.abandon())
+	}
+	bytes, err := out.finish(facts.VirtualBytes, want)
+	if err := errors.Join(err, out.file.Close()); err != nil {
+		return err
+	}
+	format := facts.Format
+	if facts.Compression != "" {
+		format += "." + facts.Compression
+	}
+	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image, %d bytes read over the network, %s\n",
+		t.target, bytes, human(bytes), format, out.moved.Read.Load(), time.Since(start).Round(10*time.Millisecond))
+	return nil
+}
+
+// explain adds what a person can do now.
+func (t *transfer) explain(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("run the same command again to go on: %w", context.Canceled)
+	}
+	if f := (*fault.Fault)(nil); errors.As(err, &f) && !f.Terminal {
+		return fmt.Errorf("%w (run the same command again to go on)", err)
+	}
+	return err
+}
+
+// look opens the image to learn what it is, before anything is touched.
+func (t *transfer) look(ctx context.Context, spec source.Spec, show *display) (info image.Info, err error) {
+	err = t.patiently(ctx, show, nil, func() error {
+		blob, err := localSources.Open(ctx, dial, spec)
+		if err != nil {
+			return fmt.Errorf("open source: %w", err)
+		}
+		defer blob.Close()
+		opened, err := image.Open(ctx, blob, image.Options{Format: t.from.format})
+		if err != nil {
+			return fmt.Errorf("open image: %w", err)
+		}
+		defer opened.Close()
+		info, err = opened.Measure(ctx)
+		return err
+	})
+	return info, err
+}
+
+// patiently repeats f while its error is transient, up to t.retries times in
+// which progress, where it is given, did not change.
+func (t *transfer) patiently(ctx context.Context, show *display, progress func() int64, f func() error) error {
+	wait, tries, was := firstRetry, 0, int64(-1)
+	for {
+		err := f()
+		if err == nil || ctx.Err() != nil {
+			return errors.Join(err, ctx.Err())
+		}
+		var fl *fault.Fault
+		if !errors.As(err, &fl) || fl.Terminal {
+			return err
+		}
+		if progress != nil {
+			if now := progress(); now != was {
+				wait, tries, was = firstRetry, 0, now
+			}
+		}
+		if tries++; tries > t.retries {
+			return err
+		}
+		show.say(fmt.Sprintf("%v; trying again in %s", err, wait))
+		timer := time.NewTimer(wait)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return ctx.Err()
+		case <-timer.C:
+		}
+		wait = min(2*wait, lastRetry)
+	}
+}
+
+// try moves the disk. A source that changes under way is begun again, once.
+func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show *display) (facts mover.Facts, err error) {
+	err = t.patiently(ctx, show, func() int64 { return out.journal.Done.Bytes() }, func() error {
+		var err error
+		facts, err = mover.Run(ctx, mover.Deps{Kinds: localSources, Dial: dial, Target: out.disk, Ledger: out, Moved: &out.moved}, out.job(spec, t.from.format))
+		// What is written counts, whatever ended the run.
+		if cerr := out.commit(); cerr != nil {
+			return errors.Join(err, cerr)
+		}
+		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.SourceChanged {
+			if out.journal.Restarts > 0 {
+				return fault.Terminal(fault.SourceChanged, fmt.Errorf("the source changes again and again while it is read: import from one that stays as it is: %w", err))
+			}
+			if rerr := out.restart(); rerr != nil {
+				return errors.Join(err, rerr)
+			}
+		}
+		return err
+	})
+	return facts, err
+}
+
+// defaultJournal is the journal of target: beside a file; a device's in the
+// user's cache folder, because /dev forgets.
+func defaultJournal(target string) (string, error) {
+	abs, err := filepath.Abs(target)
+	if err != nil {
+		return "", err
+	}
+	info, err := os.Stat(abs)
+	if err != nil || info.Mode()&os.ModeDevice == 0 {
+		return abs + ".longshore-journal", nil
+	}
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return "", fmt.Errorf("%w: say where with --journal", err)
+	}
+	dir := filepath.Join(cache, "longshore", "journals")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", err
+	}
+	return filepath.Join(dir, filepath.Base(abs)+".longshore-journal"), nil
+}
+
+// output is the target of an import and the record of what is durable of it. It
+// is the mover's ledger.
+type output struct {
+	file    *os.File
+	disk    *device.File
+	path    string
+	device  bool
+	fresh   bool // it reads as zeros where this import has not written
+	made    bool // there was no such file before
+	resumed bool
+	moved   mover.Moved
+
+	journalPath string
+	mu          sync.Mutex // held for what follows
+	journal     *journal.Journal
+	facts       mover.Facts
+	pending     extent.Set
+	unread      int64 // bytes pending
+	last        time.Time
+}
+
+// open opens the target for a disk of info, or makes it, and its journal. It
+// refuses to overwrite what another program, or another import, has put there.
+func (t *transfer) open(info image.Info, want int64, recipe string) (*output, error) {
+	need := max(info.VirtualSize, info.AtLeast)
+	if want > 0 && want < need {
+		return nil, fault.Terminal(fault.ImageTooLarge, fmt.Errorf("the disk has %d bytes and --size says %d: give at least %d", need, want, need))
+	}
+	st, err := os.Stat(t.target)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, targetFault(err)
+	}
+	o := &output{path: t.target, journalPath: t.journalPath, last: time.Now()}
+	o.made = err != nil
+	if !o.made {
+		if from, err := os.Stat(t.source); err == nil && os.SameFile(from, st) {
+			return nil, fault.Terminal(fault.TargetError, fmt.Errorf("%s is the source itself: give another target", t.target))
+		}
+		o.device = st.Mode()&os.ModeDevice != 0 && st.Mode()&os.ModeCharDevice == 0
+		if !o.device && !st.Mode().IsRegular() {
+			return nil, fault.Terminal(fault.TargetError, fmt.Errorf("%s is neither a file nor a block device (%s): give the path of one", t.target, st.Mode().Type()))
+		}
+	}
+	flags := os.O_RDWR
+	switch {
+	case o.device:
+		flags |= os.O_EXCL // of a device: nobody has mounted it
+	default:
+		flags |= os.O_CREATE
+	}
+	if o.file, err = os.OpenFile(t.target, flags, 0o644); err != nil {
+		return nil, targetFault(err)
+	}
+	if err := o.prepare(t, need, info, want, recipe); err != nil {
+		return nil, errors.Join(err, o.abandon())
+	}
+	return o, nil
+}
+
+// abandon closes the target, and leaves no trace of an import that has written
+// nothing to a file that it made.
+func (o *output) abandon() error {
+	err := o.file.Close()
+	if o.made && (o.journal == nil || o.journal.Done.Bytes() == 0) {
+		err = errors.Join(err, journal.Remove(o.journalPath), os.Remove(o.path))
+	}
+	return err
+}
+
+func (o *output) prepare(t *transfer, need int64, info image.Info, want int64, recipe string) error {
+	had, err := sizeOf(o.file)
+	if err != nil {
+		return err
+	}
+	id, err := identity(o.file)
+	if err != nil {
+		return err
+	}
+	bytes := had
+	if !o.device {
+		bytes = max(need, want)
+		if info.VirtualSize < 0 && want == 0 {
+			bytes = unknownBytes
+		}
+	} else if want > had {
+		return fault.Terminal(fault.ImageTooLarge, fmt.Errorf("%s has %d bytes and --size says %d: use a larger device", o.path, had, want))
+	}
+	if o.device && need > had {
+		return fault.Terminal(fault.ImageTooLarge, fmt.Errorf("the disk has %d bytes and %s only %d: use a device of at least %d bytes", need, o.path, had, need))
+	}
+	if err := o.load(id, recipe, bytes); err != nil {
+		return err
+	}
+	if o.resumed {
+		o.fresh = !o.device && !o.journal.Soiled
+	} else {
+		full, err := holdsData(o.file, o.device, had)
+		if err != nil {
+			return err
+		}
+		if full && !t.force {
+			return fault.Terminal(fault.TargetError, fmt.Errorf("%s is not empty and no journal says that it is this import's: give another target, or overwrite it with --force", o.path))
+		}
+		o.fresh = !o.device
+		o.journal = &journal.Journal{Target: id, Recipe: recipe, Bytes: bytes, VirtualBytes: -1}
+		// On record before anything is touched: whoever finds the target not empty
+		// after a kill also finds whose it is.
+		if err := o.journal.Save(o.journalPath); err != nil {
+			return targetFault(fmt.Errorf("journal %s: %w", o.journalPath, err))
+		}
+		if !o.device {
+			if err := o.file.Truncate(0); err != nil {
+				return targetFault(err)
+			}
+		}
+	}
+	if !o.device {
+		if err := enoughSpace(o.file, info, o.journal.Done, bytes, t.preallocate && info.VirtualSize >= 0); err != nil {
+			return err
+		}
+		if err := o.file.Truncate(bytes); err != nil {
+			if info.VirtualSize < 0 && want == 0 {
+				return targetFault(fmt.Errorf("%w: the image does not say how large its disk is; say with --size how large it may be", err))
+			}
+			return targetFault(err)
+		}
+	}
+	if o.disk, err = device.NewFile(o.file, bytes); err != nil {
+		return targetFault(err)
+	}
+	if t.preallocate && !o.device {
+		if bytes == unknownBytes {
+			return fault.Terminal(fault.TargetError, errors.New("the image does not say how large its disk is: --preallocate needs --size"))
+		}
+		o.disk.KeepAllocated = true
+		if err := o.disk.Preallocate(); err != nil {
+			return targetFault(err)
+		}
+	}
+	return nil
+}
+
+// load reads the journal. One of another target or another source is no
+// reason to stop here: the target is looked at instead.
+func (o *output) load(id, recipe string, bytes int64) error {
+	_, err := os.Stat(o.journalPath)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	j, err := journal.Load(o.journalPath, id, recipe, bytes)
+	var discarded *journal.Discarded
+	if errors.As(err, &discarded) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("journal %s: %w", o.journalPath, err)
+	}
+	o.journal, o.resumed = j, true
+	return nil
+}
+
+// job is what is left to do.
+func (o *output) job(spec source.Spec, format string) mover.Job {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	j := mover.Job{Source: spec, TargetBytes: o.journal.Bytes, KnownZero: o.fresh, KeepAllocated: o.disk.KeepAllocated, Format: format, Done: o.journal.Done}
+	if o.journal.Validator != nil {
+		facts, err := factsOf(o.journal)
+		if err == nil {
+			j.Resume = &facts
+		} else {
+			j.Done, j.KnownZero = extent.Set{}, false
+		}
+	}
+	return j
+}
+
+// Began puts what is known of the source on record before the first write.
+func (o *output) Began(_ context.Context, f mover.Facts) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if err := recordFacts(o.journal, f); err != nil {
+		return err
+	}
+	return o.journal.Save(o.journalPath)
+}
+
+// Done is told that a range is written. It commits when enough is written, and
+// the other workers wait meanwhile: so a kill costs a bounded number of bytes.
+func (o *output) Done(_ context.Context, off, n int64) error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.pending.Add(off, n)
+	o.unread += n
+	if o.unread < commitBytes && time.Since(o.last) < commitAge {
+		return nil
+	}
+	return o.commitLocked()
+}
+
+// Flush commits all that is written.
+func (o *output) Flush(context.Context) error { return o.commit() }
+
+func (o *output) commit() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.commitLocked()
+}
+
+func (o *output) commitLocked() error {
+	if len(o.pending.Ranges()) == 0 {
+		return nil
+	}
+	pending := o.pending
+	o.pending, o.unread, o.last = extent.Set{}, 0, time.Now()
+	// After a failed sync nothing of it counts: it is read from the source again.
+	if err := o.disk.Sync(); err != nil {
+		return fault.Transient(fault.TargetError, fmt.Errorf("sync %s: %w", o.path, err))
+	}
+	for _, r := range pending.Ranges() {
+		o.journal.Done.Add(r.Start, r.Length)
+	}
+	o.journal.Read = o.moved.Read.Load()
+	if err := o.journal.Save(o.journalPath); err != nil {
+		return fmt.Errorf("journal %s: %w", o.journalPath, err)
+	}
+	return nil
+}
+
+// restart forgets what is done, because it is of another content than what the
+// source has now.
+func (o *output) restart() error {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	old := o.journal
+	o.journal = &journal.Journal{Target: old.Target, Recipe: old.Recipe, Bytes: old.Bytes, VirtualBytes: -1, Restarts: old.Restarts + 1, Soiled: true}
+	o.fresh = false
+	return o.journal.Save(o.journalPath)
+}
+
+// finish gives the target its final size, returns that, and takes the journal away.
+func (o *output) finish(virtual, want int64) (int64, error) {
+	bytes := max(virtual, want)
+	if !o.device {
+		if err := o.file.Truncate(bytes); err != nil {
+			return 0, targetFault(err)
+		}
+	}
+	if err := o.file.Sync(); err != nil {
+		return 0, targetFault(err)
+	}
+	if o.device {
+		bytes = virtual
+	}
+	return bytes, journal.Remove(o.journalPath)
+}
