@@ -257,7 +257,7 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 				}
 			}
 		case done:
-			if !begun || p.A < 0 || p.B <= 0  {
+			if !begun || p.A < 0 || p.B <= 0 || p.A > s.job.TargetBytes-p.B {
 				return Result{}, misbehaved(fmt.Sprintf("%d bytes at %d done of a target of %d", p.B, p.A, s.job.TargetBytes), nil)
 			}
 			if err := s.add(ctx, p); err != nil {
