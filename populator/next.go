@@ -128,8 +128,9 @@ type Act struct {
 	Node string
 	// Reason and Message of the condition Populated; no Reason leaves what it shows.
 	Reason, Message string
-	// Done: the condition is True. Warn: a person is to look at it.
-	Done, Warn bool
+	// Done: the condition is True. Warn: a person is to look at it. Failed: the transfer
+	// has ended, and only a person has it tried again.
+	Done, Warn, Failed bool
 	// Retry is when to look again at the latest; 0: when something changes.
 	Retry time.Duration
 }
@@ -393,7 +394,7 @@ func (s Seen) fill() Act {
 	case agentv1.State_STATE_FAILED:
 		if s.Recipe != nil && s.Recipe.Digest == v.GetRecipe() {
 			f := v.GetFailure()
-			return Act{Do: Wait, Reason: f.GetReason(), Message: f.GetMessage() + s.remedy(), Warn: true, Retry: later}
+			return Act{Do: Wait, Reason: f.GetReason(), Message: f.GetMessage() + s.remedy(), Warn: true, Failed: true, Retry: later}
 		}
 	default:
 		if s.Record.Spec.Import.Mode == v1alpha1.PopulateStage && !v.GetWanted() {

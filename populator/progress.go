@@ -1,6 +1,7 @@
 package populator
 
 import (
+	"cmp"
 	"fmt"
 	"strconv"
 	"time"
@@ -57,9 +58,15 @@ func tenths(p *v1alpha1.Progress) int64 {
 	return done
 }
 
-// Annotations are what a claim shows of a record.
+// ProgressAnnotations are all that Annotations may set.
+var ProgressAnnotations = []string{AnnotationProgress, AnnotationPhase, AnnotationBytesDone, AnnotationBytesTotal, AnnotationRate}
+
+// Annotations are what a claim shows of its record; nil: it has none.
 func Annotations(nv *v1alpha1.NodeVolume) map[string]string {
-	a := map[string]string{AnnotationPhase: string(nv.Status.Phase), AnnotationProgress: "N/A"}
+	if nv == nil {
+		return map[string]string{AnnotationPhase: string(v1alpha1.PhasePending), AnnotationProgress: "N/A"}
+	}
+	a := map[string]string{AnnotationPhase: string(cmp.Or(nv.Status.Phase, v1alpha1.PhasePending)), AnnotationProgress: "N/A"}
 	p := nv.Status.Progress
 	if p != nil {
 		a[AnnotationBytesDone] = strconv.FormatInt(p.BytesDone, 10)

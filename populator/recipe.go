@@ -176,6 +176,9 @@ type Recipe struct {
 	Preallocate bool
 	// Digest stands for all of it, and for the claim's wish to try again.
 	Digest string
+	// Content stands for what alone decides the bytes: with other credentials a transfer
+	// goes on where it was.
+	Content string
 }
 
 func (r Recipe) String() string   { return r.Kind + " " + r.Digest }
@@ -215,12 +218,20 @@ func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe
 	if r.Params, err = json.Marshal(params); err != nil {
 		return nil, terminal("InvalidSource", "the source's parameters are no JSON: %v", err)
 	}
+	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry)
+	r.Content = digest(key, r.Kind)
+	if h := i.Source.HTTP; h != nil {
+		r.Content = digest(key, r.Kind, h.URL)
+	}
+	return r, nil
+}
+
+func digest(key []byte, parts ...string) string {
 	mac := hmac.New(sha256.New, key)
-	for _, part := range []string{r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry} {
+	for _, part := range parts {
 		fmt.Fprintf(mac, "%d:%s", len(part), part)
 	}
-	r.Digest = hex.EncodeToString(mac.Sum(nil))
-	return r, nil
+	return hex.EncodeToString(mac.Sum(nil))
 }
 
 func httpOf(h *cdiv1.DataVolumeSourceHTTP, m Material) (*httpParams, *Problem) {
