@@ -1,0 +1,82 @@
+# make help says what there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+
+VERSION ?= $(shell sed -n 's/^appVersion: *//p' charts/longshore/Chart.yaml)
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/longshore
+IMAGE := out/longshore-image.tar
+
+# Packages of tests that use the machine as a whole: the one cluster it has room
+# for, or loop devices and memory in quantity. They run one after the other.
+WHOLE_MACHINE := ./test/cluster/... ./test/e2e/... ./sanity/...
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+.PHONY: deps
+deps: ## install the Debian packages that build and tests need (root)
+	@.ci/deps
+
+.PHONY: build
+build: ## build bin/longshore
+	@CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.version=$(VERSION)" -o bin/longshore ./cmd/longshore
+
+.PHONY: image
+image: build ## put the container image together: out/longshore-image.tar
+	@go run ./test/imagebuild -binary bin/longshore -version $(VERSION) -o $(IMAGE)
+
+.PHONY: demo
+demo: deps image ## a cluster, Longshore on it, and an import to watch (root); URL= names another image
+	@go run ./test/demo -image $(IMAGE) -url "$(URL)" up
+
+.PHONY: demo-down
+demo-down: ## remove every trace of the demo
+	@go run ./test/demo down
+
+# The generators are those of go.mod's tool lines; protoc is Debian's.
+.PHONY: generate
+generate: ## write everything that is generated
+	@mkdir -p bin
+	@go build -o bin/ sigs.k8s.io/controller-tools/cmd/controller-gen google.golang.org/grpc/cmd/protoc-gen-go-grpc google.golang.org/protobuf/cmd/protoc-gen-go
+	@PATH="$(CURDIR)/bin:$$PATH" protoc --go_out=. --go_opt=paths=source_relative --go-grpc_out=. --go-grpc_opt=paths=source_relative api/agent/v1/agent.proto
+	@bin/controller-gen object paths=./api/v1alpha1
+	@go run ./api/crdgen -controller-gen bin/controller-gen -crds charts/longshore/crds -docs docs/api.md
+	@bin/controller-gen rbac:roleName=longshore-controller paths=./controllers/... output:rbac:stdout > bin/role.yaml
+	@{ echo '# Made by make generate from the markers in controllers/; do not edit.'; cat bin/role.yaml; } > charts/longshore/templates/controller-role.yaml
+
+.PHONY: test
+test: deps unit machine ## the whole suite (root): at most 45 minutes on two cores with empty caches
+
+.PHONY: unit
+unit: ## the tests of single packages
+	@go test -timeout 20m $$(go list ./... | grep -v -e /test/cluster -e /test/e2e -e /sanity -e /test/bench)
+
+.PHONY: machine
+machine: ## the tests that need the whole machine: cluster, user stories, csi-sanity
+	@go run ./test/cluster/run build
+	@go test -timeout 40m -p 1 $(WHOLE_MACHINE)
+
+.PHONY: test-long
+test-long: deps ## fault campaigns, long fuzzing, matrices: what make test has no time for
+	@LONGSHORE_LONG=1 go test -timeout 4h -p 1 ./...
+
+.PHONY: bench
+bench: deps build ## comparisons with other tools, see docs/benchmarks.md
+	@go test -timeout 2h -run '^$$' -bench . -benchtime 1x ./test/bench/...
+
+# The linter's many modules stay out of the product's go.mod.
+LINT := $(CACHE)/tools/golangci-lint-$(shell sha256sum .ci/golangci-lint.mod .ci/golangci-lint.sum 2>/dev/null | sha256sum | cut -c1-16)
+
+$(LINT):
+	@mkdir -p $(@D)
+	@go build -modfile=.ci/golangci-lint.mod -o $@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+
+.PHONY: lint
+lint: $(LINT) ## golangci-lint
+	@$(LINT) run --config .ci/golangci.yml ./...
+
+.PHONY: clean
+clean: ## remove what was built here; caches stay
+	@rm -rf bin out
