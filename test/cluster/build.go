@@ -56,10 +56,10 @@ var programs = []struct {
 	{"./coredns", ""},
 	{"./pause", ""},
 	{"./image", ""},
-	{"github.com/containerd/containerd/v2/cmd/containerd", ""},
-	{"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2", ""},
-	{"github.com/containerd/containerd/v2/cmd/ctr", ""},
-	{"github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity", "main.version=v5.6.0"},
+	{"github.com/containerd/containerd/v2/cmd/containerd", "github.com/containerd/containerd/v2/version.Version=2.4.2"},
+	{"github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2", "github.com/containerd/containerd/v2/version.Version=2.4.2"},
+	{"github.com/containerd/containerd/v2/cmd/ctr", "github.com/containerd/containerd/v2/version.Version=2.4.2"},
+	{"github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity", ""},
 	{"github.com/kubernetes-csi/external-provisioner/v6/cmd/csi-provisioner", "main.version=v6.4.0"},
 	{"github.com/kubernetes-csi/external-resizer/v2/cmd/csi-resizer", "main.version=v2.3.0"},
 	{"github.com/kubernetes-csi/external-snapshotter/v8/cmd/csi-snapshotter", "main.version=v8.7.0"},
@@ -126,6 +126,16 @@ func cached(ctx context.Context, log io.Writer, name string, make func(out strin
 	defer unlock()
 	if exists(dir) {
 		return dir, nil
+	}
+	// Of builds that were killed.
+	stale, err := filepath.Glob(filepath.Join(cache, "*.tmp-*"))
+	if err != nil {
+		return "", err
+	}
+	for _, d := range stale {
+		if err := os.RemoveAll(d); err != nil {
+			return "", err
+		}
 	}
 	tmp, err := os.MkdirTemp(cache, name+".tmp-")
 	if err != nil {

@@ -204,10 +204,9 @@ func (c *Cluster) claimMachine(ctx context.Context, wait bool) (*os.File, error)
 		if dir == "" {
 			continue
 		}
-		old, err := readState(dir)
+		old, err := lastStateOf(dir)
 		if errors.Is(err, fs.ErrNotExist) {
-			// Its folder was removed under it.
-			old, err = state{LoopBase: loopsPerNode, Firewall: firewall()}, nil
+			continue
 		}
 		if err == nil {
 			err = old.cleanUp(dir)

@@ -128,6 +128,8 @@ disabled_plugins = [
 [plugins.'io.containerd.cri.v1.runtime']
   # Where root may not lower it, no pod would start otherwise.
   restrict_oom_score_adj = true
+  # A profile would stay in the kernel after Down.
+  disable_apparmor = true
   [plugins.'io.containerd.cri.v1.runtime'.cni]
     bin_dirs = ['@CNI@']
     conf_dir = '/etc/cni/net.d'

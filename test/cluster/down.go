@@ -25,7 +25,7 @@ func (c *Cluster) Down(wipe bool) error {
 		c.alive.Close()
 		c.alive = nil
 	}
-	s, err := readState(c.dir)
+	s, err := lastStateOf(c.dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -35,7 +35,7 @@ func (c *Cluster) Down(wipe bool) error {
 	if err := s.cleanUp(c.dir); err != nil {
 		return fmt.Errorf("take down the cluster in %s: %w", c.dir, err)
 	}
-	if !wipe {
+	if !wipe || !exists(c.dir) {
 		return nil
 	}
 	if err := c.emptyDir(); err != nil {
@@ -73,20 +73,24 @@ func (s *state) cleanUp(dir string) error {
 		}
 	}
 	var errs []error
-	if s.LoopBase > 0 { // else what there is belongs to a cluster after this one
-		errs = append(errs, s.closeHost(ctx), loopRange{s.LoopBase, s.Nodes * loopsPerNode}.free(ctx, dir), removeCgroup(ctx, ""))
-	}
 	for _, d := range s.MadeDirs {
-		if err := os.Remove(d); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		// Someone else may have found a use for it.
+		if err := os.Remove(d); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ENOTEMPTY) {
 			errs = append(errs, err)
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
+	if s.LoopBase > 0 { // else what there is belongs to a cluster after this one
+		errs = append(errs, s.closeHost(ctx), loopRange{s.LoopBase, s.Nodes * loopsPerNode}.free(ctx, dir), removeCgroup(ctx, ""))
+		if err := errors.Join(errs...); err != nil {
+			return err
+		}
+		if err := os.Remove(lastState); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	if err := errors.Join(errs...); err != nil || !exists(dir) {
 		return err
 	}
 	*s = state{Boot: s.Boot, Bin: s.Bin, Nodes: s.Nodes}
-	if !exists(dir) {
-		return nil
-	}
 	return s.write(dir)
 }

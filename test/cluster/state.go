@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -70,14 +71,16 @@ func startOf(pid int) (string, error) {
 
 func stateFile(dir string) string { return filepath.Join(dir, "state.json") }
 
-func readState(dir string) (state, error) {
-	content, err := os.ReadFile(stateFile(dir))
+func readState(dir string) (state, error) { return readStateFile(stateFile(dir)) }
+
+func readStateFile(file string) (state, error) {
+	content, err := os.ReadFile(file)
 	if err != nil {
 		return state{}, err
 	}
 	var s state
 	if err := json.Unmarshal(content, &s); err != nil {
-		return state{}, fmt.Errorf("read %s: %w", stateFile(dir), err)
+		return state{}, fmt.Errorf("read %s: %w", file, err)
 	}
 	s.Bin = Bin{dir: s.BinDir, machine: s.MachineDir}
 	boot, err := bootID()
@@ -91,13 +94,34 @@ func readState(dir string) (state, error) {
 	return s, nil
 }
 
+// lastStateOf is readState, also of the cluster whose folder was removed under it.
+func lastStateOf(dir string) (state, error) {
+	s, err := readState(dir)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return s, err
+	}
+	f, err := os.Open(runLock)
+	if err != nil {
+		return state{}, err
+	}
+	defer f.Close()
+	if holderOf(f) != dir {
+		return state{}, fs.ErrNotExist
+	}
+	return readStateFile(lastState)
+}
+
 func (s state) write(dir string) error {
 	s.BinDir, s.MachineDir = s.Bin.dir, s.Bin.machine
 	content, err := json.MarshalIndent(s, "", "\t")
 	if err != nil {
 		return err
 	}
-	return writeWhole(stateFile(dir), content, 0o600)
+	if err := writeWhole(stateFile(dir), content, 0o600); err != nil || s.LoopBase == 0 {
+		return err
+	}
+	// Should the folder be removed under the cluster.
+	return writeWhole(lastState, content, 0o600)
 }
 
 func writeWhole(path string, content []byte, mode os.FileMode) error {
@@ -136,8 +160,9 @@ func bootID() (string, error) {
 // for each machine. Its process 1 holds runLock and writes its folder into it; who
 // takes one down or cleans up after one holds downLock.
 const (
-	runLock  = "/run/lock/longshore-cluster.lock"
-	downLock = "/run/lock/longshore-cluster.down.lock"
+	runLock   = "/run/lock/longshore-cluster.lock"
+	downLock  = "/run/lock/longshore-cluster.down.lock"
+	lastState = "/run/lock/longshore-cluster.state" // of whoever had runLock last
 )
 
 // lockFile waits for a lock until ctx is done; waiting is told once of whoever
@@ -175,7 +200,7 @@ func openLock(ctx context.Context, path string, waiting func(holder string)) (*o
 		select {
 		case <-ctx.Done():
 			defer f.Close()
-			return nil, &HeldError{Lock: path, Holder: holderOf(f), cause: ctx.Err()}
+			return nil, &HeldError{Lock: path, Holder: holderOf(f), cause: context.Cause(ctx)}
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
