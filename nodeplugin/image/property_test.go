@@ -43,6 +43,7 @@ func TestImportEqualsQemu(t *testing.T) {
 					t.Errorf("%s: disk of %d bytes, want %d", img.Variant, got, len(img.Content))
 				}
 				extentsHold(t, opened.Disk, img.Content)
+				readsHold(t, opened.Disk, img, seed)
 			} else if _, err := blockcopy.CopyStream(t.Context(), dst, opened.Stream, o); err != nil {
 				t.Fatalf("%s: %v", img.Variant, err)
 			}
@@ -115,6 +116,20 @@ func extentsHold(t *testing.T, d image.Disk, content []byte) {
 				t.Fatalf("extents of %d+%d end at %d", off, n, at)
 			}
 		}
+	}
+}
+
+// readsHold reads pieces of any offset and length.
+func readsHold(t *testing.T, d image.Disk, img images.Image, seed uint64) {
+	t.Helper()
+	rnd := rand.New(rand.NewPCG(seed, 5))
+	for range 60 {
+		off := rnd.IntN(len(img.Content))
+		p := make([]byte, 1+rnd.IntN(min(len(img.Content)-off, 300_000)))
+		if n, err := d.ReadAtContext(t.Context(), p, int64(off)); err != nil || n != len(p) {
+			t.Fatalf("%s: read %d bytes at %d, got %d: %v", img.Variant, len(p), off, n, err)
+		}
+		same(t, fmt.Sprintf("%s: %d bytes at %d", img.Variant, len(p), off), p, img.Content[off:off+len(p)])
 	}
 }
 
