@@ -7,6 +7,11 @@ VERSION ?= $(shell sed -n 's/^appVersion: *//p' charts/longshore/Chart.yaml)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/longshore
 IMAGE := out/longshore-image.tar
 
+# Everything is compiled without cgo and with the same flags, so that build, image,
+# demo and tests share what is compiled.
+export CGO_ENABLED := 0
+BUILDFLAGS ?=
+
 # Packages of tests that use the machine as a whole: the one cluster it has room
 # for, or loop devices and memory in quantity. They run one after the other.
 WHOLE_MACHINE := ./test/cluster/... ./test/e2e/... ./sanity/...
@@ -20,8 +25,8 @@ deps: ## install the Debian packages that build and tests need (root)
 	@.ci/deps
 
 .PHONY: build
-build: ## build bin/longshore
-	@CGO_ENABLED=0 go build -trimpath -ldflags "-s -w -X main.version=$(VERSION)" -o bin/longshore ./cmd/longshore
+build: ## build bin/longshore (a release adds BUILDFLAGS=-trimpath)
+	@go build $(BUILDFLAGS) -ldflags "-s -w -X main.version=$(VERSION)" -o bin/longshore ./cmd/longshore
 
 .PHONY: image
 image: build ## put the container image together: out/longshore-image.tar
