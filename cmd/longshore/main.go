@@ -61,7 +61,7 @@ func rootCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return usage(cmd, err) })
-	root.AddCommand(importCommand(), inspectCommand(), moverCommand())
+	root.AddCommand(nodeCommand(), controllerCommand(), importCommand(), inspectCommand(), moverCommand())
 	return root
 }
 
