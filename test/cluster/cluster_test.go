@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -121,8 +122,11 @@ func TestCluster(t *testing.T) {
 		}
 	})
 
-	was := c.state
-	if got := traces(t, dir, was); !strings.Contains(got, hostLink) || !strings.Contains(got, "kubelet") || !strings.Contains(got, cgroupName) {
+	was, family := c.state, descendants(t, c.state.Hub.Pid)
+	if len(family) < 13 { // 2 machines, 5 servers of the hub, 3 of the node, and 3 pods' shims at least
+		t.Errorf("a running cluster has %d processes", len(family))
+	}
+	if got := traces(t, dir, was, family); !strings.Contains(got, hostLink) || !strings.Contains(got, "process") || !strings.Contains(got, cgroupName) {
 		t.Errorf("a running cluster leaves no traces but\n%s", got)
 	}
 	down = true
@@ -131,7 +135,7 @@ func TestCluster(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got := traces(t, dir, was); got != "" {
+	if got := traces(t, dir, was, family); got != "" {
 		t.Errorf("left after Down:\n%s", got)
 	}
 	if got, err := os.ReadFile(forwardFile); err != nil || string(got) != string(forward) {
@@ -148,8 +152,36 @@ func inPod(ctx context.Context, t *testing.T, c *Cluster, argv ...string) string
 	return string(out)
 }
 
+// descendants of a process, and itself.
+func descendants(t *testing.T, pid int) []process {
+	t.Helper()
+	p, err := processOf(pid)
+	if err != nil {
+		return nil // it has just ended
+	}
+	all := []process{p}
+	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/children", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range tasks {
+		children, err := os.ReadFile(f)
+		if err != nil {
+			continue
+		}
+		for _, c := range strings.Fields(string(children)) {
+			child, err := strconv.Atoi(c)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all = append(all, descendants(t, child)...)
+		}
+	}
+	return all
+}
+
 // traces is what a cluster in dir could leave on the machine, one thing a line.
-func traces(t *testing.T, dir string, s state) string {
+func traces(t *testing.T, dir string, s state, family []process) string {
 	t.Helper()
 	var all []string
 	glob := func(pattern string) {
@@ -179,17 +211,9 @@ func traces(t *testing.T, dir string, s state) string {
 			all = append(all, "mount "+m)
 		}
 	}
-	commands, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range commands {
-		content, err := os.ReadFile(f)
-		if err != nil {
-			continue // it has just ended
-		}
-		if c := string(content); strings.HasPrefix(c, s.Bin.dir) || strings.HasPrefix(c, s.Bin.machine) || strings.Contains(c, dir) {
-			all = append(all, "process "+strings.ReplaceAll(c, "\x00", " "))
+	for _, p := range family {
+		if p.alive() {
+			all = append(all, fmt.Sprintf("process %d", p.Pid))
 		}
 	}
 	for _, list := range map[string][][]string{

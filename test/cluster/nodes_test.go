@@ -76,8 +76,7 @@ func TestNodesFailAndComeBack(t *testing.T) {
 
 func TestUpThatIsCutShortLeavesNothing(t *testing.T) {
 	// Built before the clock runs.
-	bin, err := Build(t.Context(), logTo{t})
-	if err != nil {
+	if _, err := Build(t.Context(), logTo{t}); err != nil {
 		t.Fatal(err)
 	}
 	for _, d := range []time.Duration{300 * time.Millisecond, 2 * time.Second, 6 * time.Second} {
@@ -107,7 +106,7 @@ func TestUpThatIsCutShortLeavesNothing(t *testing.T) {
 			if err := Down(dir, true); err != nil {
 				t.Fatal(err)
 			}
-			if got := traces(t, dir, state{Bin: bin, LoopBase: base, Nodes: 1, MadeDirs: []string{"/var/lib/longshore"}}); got != "" {
+			if got := traces(t, dir, state{LoopBase: base, Nodes: 1, MadeDirs: []string{"/var/lib/longshore"}}, nil); got != "" {
 				t.Errorf("left:\n%s", got)
 			}
 		})
