@@ -120,6 +120,16 @@ func (s *Stager) Close() {
 	}
 }
 
+// Shut is Close, and unmounts the pools; a plugin that only restarts must not.
+func (s *Stager) Shut(ctx context.Context) error {
+	s.Close()
+	var errs []error
+	for _, p := range s.pools {
+		errs = append(errs, p.Close(ctx))
+	}
+	return errors.Join(errs...)
+}
+
 // hold gives the caller the volume to itself until it calls release. A volume
 // that somebody else holds is ErrBusy at once.
 func (s *Stager) hold(id, deed string) (release func(), err error) {

@@ -124,11 +124,8 @@ func (f *fixture) open(t *testing.T, bytes int64) []string {
 // shut ends the Stager and unmounts its pool.
 func (f *fixture) shut(t *testing.T) {
 	t.Helper()
-	f.Close()
-	for _, p := range f.pools {
-		if err := p.Close(context.Background()); err != nil {
-			t.Error(err)
-		}
+	if err := f.Shut(context.Background()); err != nil {
+		t.Error(err)
 	}
 }
 
