@@ -303,9 +303,10 @@ func importDisk(ctx context.Context, c *cluster.Cluster, d disk) error {
 	if err != nil {
 		return err
 	}
-	// A volume must hold the disk; whole MiB are what people ask for.
-	size := fmt.Sprintf("%dMi", (d.bytes+1<<20-1)>>20)
-	objects := strings.NewReplacer(exampleURL, d.url, exampleSize, size).Replace(string(text))
+	objects, err := fill(string(text), d)
+	if err != nil {
+		return err
+	}
 	done := step("The import: kubectl apply of " + manifest)
 	fmt.Fprint(indented(os.Stdout), objects)
 	if err := c.Apply(ctx, objects); err != nil {
@@ -329,6 +330,16 @@ func importDisk(ctx context.Context, c *cluster.Cluster, d disk) error {
 	}
 	fmt.Println("   equal")
 	return nil
+}
+
+// fill puts the disk's URL and size into the manifest.
+func fill(text string, d disk) (string, error) {
+	if !strings.Contains(text, exampleURL) || !strings.Contains(text, exampleSize) {
+		return "", fmt.Errorf("%s has no %s and %s to fill in", manifest, exampleURL, exampleSize)
+	}
+	// A volume must hold the disk; whole MiB are what people ask for.
+	size := fmt.Sprintf("%dMi", (d.bytes+1<<20-1)>>20)
+	return strings.NewReplacer(exampleURL, d.url, exampleSize, size).Replace(text), nil
 }
 
 // watch shows progress and events until the pod runs.
