@@ -213,16 +213,21 @@ type NodeCertificates struct {
 	User string
 }
 
-// Reconcile approves, denies and signs one request. A request that somebody else
-// has approved is checked all the same.
+// Reconcile answers one request.
 func (n *NodeCertificates) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	return quietly(ctrl.Result{}, n.answer(ctx, req))
+}
+
+// answer approves, denies and signs. A request that somebody else has approved is
+// checked all the same.
+func (n *NodeCertificates) answer(ctx context.Context, req ctrl.Request) error {
 	csr := &certificatesv1.CertificateSigningRequest{}
 	if err := n.Client.Get(ctx, req.NamespacedName, csr); err != nil {
-		return ctrl.Result{}, client.IgnoreNotFound(err)
+		return client.IgnoreNotFound(err)
 	}
 	approved, closed := stateOf(csr)
 	if closed || csr.Spec.SignerName != SignerName {
-		return ctrl.Result{}, nil
+		return nil
 	}
 	node, key, err := n.check(csr)
 	log := ctrl.LoggerFrom(ctx).WithValues("node", node, "user", csr.Spec.Username)
@@ -230,24 +235,24 @@ func (n *NodeCertificates) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 	case err != nil && approved:
 		log.Info("certificate request failed", "why", err.Error())
 		mark(csr, certificatesv1.CertificateFailed, "RequestRefused", err.Error())
-		return ctrl.Result{}, n.Client.SubResource("status").Update(ctx, csr)
+		return n.Client.SubResource("status").Update(ctx, csr)
 	case err != nil:
 		log.Info("certificate request denied", "why", err.Error())
 		mark(csr, certificatesv1.CertificateDenied, "RequestRefused", err.Error())
-		return ctrl.Result{}, n.Client.SubResource("approval").Update(ctx, csr)
+		return n.Client.SubResource("approval").Update(ctx, csr)
 	case !approved:
 		mark(csr, certificatesv1.CertificateApproved, "NodeProven", "asked for by the plugin's pod on node "+node)
 		if err := n.Client.SubResource("approval").Update(ctx, csr); err != nil {
-			return ctrl.Result{}, err
+			return err
 		}
 	}
 	der, err := n.CA.issue(key, "node:"+node, []string{NodeServerName(node)}, extUsages(csr.Spec.Usages), time.Now(), lifeOf(csr))
 	if err != nil {
-		return ctrl.Result{}, fmt.Errorf("sign the certificate of node %s: %w", node, err)
+		return fmt.Errorf("sign the certificate of node %s: %w", node, err)
 	}
 	csr.Status.Certificate = pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
 	log.Info("certificate signed")
-	return ctrl.Result{}, n.Client.SubResource("status").Update(ctx, csr)
+	return n.Client.SubResource("status").Update(ctx, csr)
 }
 
 // stateOf tells whether a request is approved, and whether nothing is left to do for it.

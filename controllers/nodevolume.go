@@ -56,7 +56,7 @@ func (n *NodeVolumes) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Res
 		return ctrl.Result{}, client.IgnoreNotFound(err)
 	}
 	if nv.DeletionTimestamp != nil {
-		return n.release(ctx, nv)
+		return quietly(n.release(ctx, nv))
 	}
 	unclaimed, err := n.unclaimed(ctx, nv)
 	if err != nil {
@@ -64,10 +64,18 @@ func (n *NodeVolumes) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Res
 	}
 	if unclaimed && nv.Spec.Import != nil && !nv.Spec.Published {
 		ctrl.LoggerFrom(ctx).Info("claim is gone, volume was never published: deleting it", "volume", nv.Name, "node", nv.Spec.Node)
-		return ctrl.Result{}, client.IgnoreNotFound(n.Client.Delete(ctx, nv, client.Preconditions{UID: &nv.UID, ResourceVersion: &nv.ResourceVersion}))
+		return quietly(ctrl.Result{}, client.IgnoreNotFound(n.Client.Delete(ctx, nv, client.Preconditions{UID: &nv.UID, ResourceVersion: &nv.ResourceVersion})))
 	}
 	v, connected := n.Agents.Volume(nv.Spec.Node, nv.Name)
-	return n.write(ctx, nv, statusOf(nv, v, connected, unclaimed))
+	return quietly(n.write(ctx, nv, statusOf(nv, v, connected, unclaimed)))
+}
+
+// quietly looks again when somebody was quicker: that is no error.
+func quietly(r ctrl.Result, err error) (ctrl.Result, error) {
+	if apierrors.IsConflict(err) {
+		return ctrl.Result{RequeueAfter: 200 * time.Millisecond}, nil
+	}
+	return r, err
 }
 
 // unclaimed tells whether neither the claim that the volume is for nor a
@@ -195,9 +203,15 @@ func (n *NodeVolumes) forget(name string) {
 // release has the node delete the data, then lets the record go. What hinders it
 // shows as a condition.
 func (n *NodeVolumes) release(ctx context.Context, nv *v1alpha1.NodeVolume) (ctrl.Result, error) {
-	if !controllerutil.ContainsFinalizer(nv, v1alpha1.Finalizer) {
+	// A record that the cache still shows may be gone, and another of its name have data.
+	live := &v1alpha1.NodeVolume{}
+	if err := n.Live.Get(ctx, client.ObjectKeyFromObject(nv), live); err != nil {
+		return ctrl.Result{}, client.IgnoreNotFound(err)
+	}
+	if live.UID != nv.UID || !controllerutil.ContainsFinalizer(live, v1alpha1.Finalizer) {
 		return ctrl.Result{}, nil
 	}
+	nv = live
 	hindrance := n.used(ctx, nv)
 	if hindrance == nil {
 		hindrance = n.deleteOnNode(ctx, nv)

@@ -47,7 +47,7 @@ type Populate struct {
 	shown   map[types.NamespacedName]time.Time // when a claim's annotations were last changed
 }
 
-// Reconcile looks, decides, and does one thing.
+// Reconcile looks, decides, does one thing, and shows it.
 func (p *Populate) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	s, err := p.see(ctx, req.NamespacedName)
 	if err != nil || s == nil {
@@ -59,10 +59,10 @@ func (p *Populate) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 		err = p.show(ctx, s, act)
 	}
 	p.wait(req, act.Reason == populator.ReasonPoolFull || act.Reason == populator.ReasonNoNode || act.Reason == populator.ReasonNodeUnavailable)
-	if apierrors.IsConflict(err) {
-		return ctrl.Result{RequeueAfter: time.Second}, nil // somebody was quicker: look again
+	if err != nil {
+		return quietly(ctrl.Result{}, err)
 	}
-	return ctrl.Result{RequeueAfter: act.Retry}, err
+	return ctrl.Result{RequeueAfter: act.Retry}, nil
 }
 
 // see gathers what there is to see of a claim; nil when it is not ours to fill.
@@ -415,14 +415,23 @@ func (p *Populate) claimsBy(ctx context.Context, index, value string, opts ...cl
 	return r
 }
 
-// listen wakes those who wait for room or a node.
-func (p *Populate) listen(_ context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-	p.Agents.Listen(Listener{Node: func(string) {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		for req := range p.waiting {
-			q.Add(req)
-		}
-	}})
+// listen looks again at a claim of whose volume the node has news, and wakes those
+// who wait for room or a node.
+func (p *Populate) listen(ctx context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+	p.Agents.Listen(Listener{
+		Volume: func(id string) {
+			nv := &v1alpha1.NodeVolume{}
+			if found, err := p.get(ctx, client.ObjectKey{Name: id}, nv); err == nil && found && nv.Spec.Import != nil && nv.Spec.Claim != nil {
+				q.Add(requestFor(nv.Spec.Claim.Namespace, nv.Spec.Claim.Name)[0])
+			}
+		},
+		Node: func(string) {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			for req := range p.waiting {
+				q.Add(req)
+			}
+		},
+	})
 	return nil
 }

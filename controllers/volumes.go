@@ -59,7 +59,7 @@ func (v *Volumes) Create(ctx context.Context, r csi.Request) (csi.Volume, error)
 		}
 		err := v.make(ctx, nv)
 		if err == nil {
-			return volumeOf(nv), nil
+			return v.told(nv), nil
 		}
 		if !errors.Is(err, csi.ErrFull) {
 			return csi.Volume{}, err // the record stays: nobody knows what the node has done
@@ -142,7 +142,7 @@ func (v *Volumes) again(ctx context.Context, nv *v1alpha1.NodeVolume, r csi.Requ
 			return csi.Volume{}, err
 		}
 	}
-	return volumeOf(nv), err
+	return v.told(nv), err
 }
 
 // nodes lists where the volume may be, the best first.
@@ -221,18 +221,14 @@ func recordOf(r csi.Request, from *v1alpha1.NodeVolume, node string) *v1alpha1.N
 	return nv
 }
 
-// make has the node make the volume of a record, and notes where it is.
+// make has the node make the volume of a record.
 func (v *Volumes) make(ctx context.Context, nv *v1alpha1.NodeVolume) error {
 	uuid, err := poolUUID(ctx, v.Client, nv.Spec.Node, nv.Spec.Pool)
 	if err != nil {
 		return err
 	}
-	made, err := v.Agents.CreateVolume(ctx, nv.Spec.Node, creation(nv, uuid))
-	if err != nil {
-		return err
-	}
-	nv.Status.CapacityBytes = made.GetCapacityBytes()
-	return nil
+	_, err = v.Agents.CreateVolume(ctx, nv.Spec.Node, creation(nv, uuid))
+	return err
 }
 
 // drop takes back a record of which the node has said that it made nothing.
@@ -319,7 +315,7 @@ func (v *Volumes) Get(ctx context.Context, id string) (csi.Volume, error) {
 
 // volume tells whether the source was a volume or a snapshot, as far as it is still known.
 func (v *Volumes) volume(ctx context.Context, nv *v1alpha1.NodeVolume) (csi.Volume, error) {
-	out := volumeOf(nv)
+	out := v.told(nv)
 	if nv.Spec.From == "" {
 		return out, nil
 	}
@@ -337,15 +333,23 @@ func (v *Volumes) volume(ctx context.Context, nv *v1alpha1.NodeVolume) (csi.Volu
 	return out, nil
 }
 
-func volumeOf(nv *v1alpha1.NodeVolume) csi.Volume {
-	return csi.Volume{ID: nv.Name, CapacityBytes: cmp.Or(nv.Status.CapacityBytes, nv.Spec.CapacityBytes), Node: nv.Spec.Node, Mode: csi.Mode(nv.Spec.VolumeMode)}
+func (v *Volumes) told(nv *v1alpha1.NodeVolume) csi.Volume {
+	return csi.Volume{ID: nv.Name, CapacityBytes: v.capacity(nv), Node: nv.Spec.Node, Mode: csi.Mode(nv.Spec.VolumeMode)}
+}
+
+// capacity is what the node has made, by its own word or, while it is away, by the record.
+func (v *Volumes) capacity(nv *v1alpha1.NodeVolume) int64 {
+	if said, connected := v.Agents.Volume(nv.Spec.Node, nv.Name); connected && said != nil {
+		return said.GetCapacityBytes()
+	}
+	return cmp.Or(nv.Status.CapacityBytes, nv.Spec.CapacityBytes)
 }
 
 func (v *Volumes) List(ctx context.Context, start string, max int) ([]csi.Volume, string, error) {
 	var out []csi.Volume
 	page, next, err := v.page(ctx, start, max, func(nv *v1alpha1.NodeVolume) bool { return nv.Spec.Kind == v1alpha1.KindVolume })
 	for _, nv := range page {
-		out = append(out, volumeOf(nv))
+		out = append(out, v.told(nv))
 	}
 	return out, next, err
 }
@@ -380,8 +384,8 @@ func (v *Volumes) Expand(ctx context.Context, id string, requiredBytes, limitByt
 		return 0, false, fmt.Errorf("volume %s: %w", id, csi.ErrNotFound)
 	case limitBytes > 0 && nv.Spec.CapacityBytes > limitBytes:
 		return 0, false, fmt.Errorf("volume %s has %d bytes already, more than the limit of %d: %w", id, nv.Spec.CapacityBytes, limitBytes, csi.ErrOutOfRange)
-	case nv.Status.CapacityBytes >= requiredBytes:
-		return nv.Status.CapacityBytes, onNode, nil
+	case nv.Status.Created && v.capacity(nv) >= requiredBytes:
+		return v.capacity(nv), onNode, nil
 	}
 	if err := v.checkPopulated(nv); err != nil {
 		return 0, false, err
@@ -466,17 +470,13 @@ func (v *Volumes) CreateSnapshot(ctx context.Context, id, volume string) (csi.Sn
 	if err != nil {
 		return csi.Snapshot{}, err
 	}
-	if made.GetCreatedAt() > 0 {
-		nv.Status.CreatedAt = &metav1.Time{Time: metav1.Unix(made.GetCreatedAt(), 0).Time}
-	}
-	nv.Status.CapacityBytes = made.GetCapacityBytes()
-	s := v.snapshot(nv)
-	s.Ready = true
-	return s, nil
+	nv.Status.CreatedAt = &metav1.Time{Time: metav1.Unix(made.GetCreatedAt(), 0).Time}
+	nv.Status.Created, nv.Status.CapacityBytes = true, made.GetCapacityBytes()
+	return v.snapshot(nv), nil
 }
 
 func (v *Volumes) snapshot(nv *v1alpha1.NodeVolume) csi.Snapshot {
-	s := csi.Snapshot{ID: nv.Name, SourceVolume: nv.Spec.From, SizeBytes: cmp.Or(nv.Status.CapacityBytes, nv.Spec.CapacityBytes), CreatedAt: nv.CreationTimestamp.Time, Ready: nv.Status.Created}
+	s := csi.Snapshot{ID: nv.Name, SourceVolume: nv.Spec.From, SizeBytes: v.capacity(nv), CreatedAt: nv.CreationTimestamp.Time, Ready: nv.Status.Created}
 	if said, connected := v.Agents.Volume(nv.Spec.Node, nv.Name); connected && said != nil {
 		s.Ready = true
 		if said.GetCreatedAt() > 0 {
