@@ -140,7 +140,7 @@ func deathFault(ctx context.Context, err error, memory int64) error {
 	}
 	var d *sandbox.Died
 	if errors.As(err, &d) && d.OutOfMemory {
-		return fault.Transient(fault.MoverMemory, fmt.Errorf("the mover needs more than the %d bytes of memory that it may have: if the image is sound, raise the Helm value mover.memory", memory))
+		return fault.Transient(fault.MoverMemory, fmt.Errorf("the mover needs more than the %d bytes of memory that it may have: if the image is sound, raise the Helm value mover.memoryBytes", memory))
 	}
 	if err == nil {
 		err = errEnded

@@ -153,7 +153,7 @@ func TestMoveInSandbox(t *testing.T) {
 func TestDeaths(t *testing.T) {
 	for _, row := range []struct{ kind, reason, says string }{
 		{"panic", fault.MoverDied, "a parser's bug"},
-		{"glutton", fault.MoverMemory, "mover.memory"},
+		{"glutton", fault.MoverMemory, "mover.memoryBytes"},
 	} {
 		t.Run(row.kind, func(t *testing.T) {
 			_, err := Launcher{}.Move(t.Context(), file(t, 32*mib), named(row.kind, ""), &desk{})
