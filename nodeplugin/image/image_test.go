@@ -9,6 +9,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/longshore-io/longshore/nodeplugin/fault"
@@ -17,8 +18,7 @@ import (
 // blob is an image in memory that counts what is read of it.
 type blob struct {
 	b     []byte
-	reads int
-	bytes int64
+	bytes atomic.Int64
 }
 
 func (b *blob) Size() int64 { return int64(len(b.b)) }
@@ -27,8 +27,7 @@ func (b *blob) ReadAtContext(ctx context.Context, p []byte, off int64) (int, err
 	if err := ctx.Err(); err != nil {
 		return 0, err
 	}
-	b.reads++
-	b.bytes += int64(len(p))
+	b.bytes.Add(int64(len(p)))
 	return bytes.NewReader(b.b).ReadAt(p, off)
 }
 
@@ -325,8 +324,8 @@ func TestHostileHeaders(t *testing.T) {
 		t.Run(row.name, func(t *testing.T) {
 			file := &blob{b: row.spoil(header())}
 			opened, err := Open(t.Context(), file, Options{})
-			if file.bytes > shortHead+qcow2HeaderBytes {
-				t.Errorf("read %d bytes of the image before deciding", file.bytes)
+			if file.bytes.Load() > shortHead+qcow2HeaderBytes {
+				t.Errorf("read %d bytes of the image before deciding", file.bytes.Load())
 			}
 			if row.reason == "" {
 				if err != nil || opened.Disk.Size() != 1<<20 {
