@@ -92,28 +92,33 @@ func (r loopRange) free(ctx context.Context, dir string) error {
 		return err
 	}
 	defer control.Close()
-	for _, i := range there {
-		if err := freeLoop(ctx, control, i); err != nil {
-			return fmt.Errorf("free loop%d: %w", i, err)
-		}
-	}
-	return nil
-}
-
-func freeLoop(ctx context.Context, control *os.File, loop int) error {
-	// A mount of a namespace that is just dying may hold it for a moment.
+	// A loop may lie on another: the kubelet's on a volume's, a volume's on its
+	// pool's. The lower one is free only after the upper one, whatever their numbers;
+	// and a mount of a namespace that is just dying may hold one for a moment.
 	return poll(ctx, 10*time.Second, func() error {
-		if bound(loop) {
-			if err := detach(loop); err != nil {
-				return err
+		var left []int
+		var errs []error
+		for _, i := range there {
+			if err := freeLoop(control, i); err != nil {
+				left, errs = append(left, i), append(errs, fmt.Errorf("free loop%d: %w", i, err))
 			}
 		}
-		err := ioctl(control.Fd(), loopCtlRemove, uintptr(loop))
-		if errors.Is(err, syscall.ENODEV) {
-			return nil
-		}
-		return err
+		there = left
+		return errors.Join(errs...)
 	})
+}
+
+func freeLoop(control *os.File, loop int) error {
+	if bound(loop) {
+		if err := detach(loop); err != nil {
+			return err
+		}
+	}
+	err := ioctl(control.Fd(), loopCtlRemove, uintptr(loop))
+	if errors.Is(err, syscall.ENODEV) {
+		return nil
+	}
+	return err
 }
 
 func detach(loop int) error {
