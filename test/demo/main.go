@@ -13,23 +13,25 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"io/fs"
 	"net/http"
 	"os"
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"syscall"
 	"time"
 
 	"golang.org/x/term"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/longshore-io/longshore/api/v1alpha1"
 	"github.com/longshore-io/longshore/test/cluster"
@@ -139,7 +141,7 @@ func check() error {
 }
 
 func start(ctx context.Context) (*cluster.Cluster, error) {
-	defer step("A Kubernetes of one node (the first time it is compiled, which takes ten to twenty minutes)")()
+	defer step("A Kubernetes of one node (the first time it is compiled, which takes about ten minutes on two idle cores)")()
 	c, err := cluster.Up(ctx, cluster.Options{Dir: filepath.Join(dir, "cluster"), Log: indented(os.Stdout)})
 	var held *cluster.HeldError
 	switch {
@@ -236,26 +238,47 @@ func prepare(ctx context.Context, url string) (d disk, err error) {
 func makeImage(ctx context.Context, image string) error {
 	raw := image + ".raw"
 	defer os.Remove(raw)
+	out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
+	if err != nil {
+		return fmt.Errorf("go env GOROOT: %w", err)
+	}
+	root := strings.TrimSpace(string(out))
+	size, err := roomFor(root)
+	if err != nil {
+		return err
+	}
 	f, err := os.Create(raw)
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(f.Truncate(1<<30), f.Close()); err != nil {
+	if err := errors.Join(f.Truncate(size), f.Close()); err != nil {
 		return err
 	}
-	root := runtime.GOROOT()
-	if root == "" {
-		out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
-		if err != nil {
-			return fmt.Errorf("go env GOROOT: %w", err)
-		}
-		root = strings.TrimSpace(string(out))
-	}
-	fmt.Printf("   ext4 with the files of %s\n", root)
+	fmt.Printf("   ext4 of %d MiB with the files of %s\n", size>>20, root)
 	if err := tool(ctx, "mkfs.ext4", "-q", "-F", "-L", "longshore", "-d", root, raw); err != nil {
 		return err
 	}
 	return tool(ctx, "qemu-img", "convert", "-q", "-f", "raw", "-O", "qcow2", "-c", raw, image)
+}
+
+// roomFor is the size in bytes of an ext4 that the files under root nearly fill:
+// whole blocks, inodes and tables, a journal.
+func roomFor(root string) (int64, error) {
+	const block = 4096
+	var bytes, files int64
+	err := filepath.WalkDir(root, func(_ string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		info, err := d.Info()
+		if err != nil {
+			return err
+		}
+		files++
+		bytes += (info.Size() + block - 1) / block * block
+		return nil
+	})
+	return (bytes + bytes/16 + files*512 + 64<<20) >> 20 << 20, err
 }
 
 // qemuConvert makes a raw disk of an image. The format is qemu's guess: this is
@@ -344,105 +367,139 @@ func fill(text string, d disk) (string, error) {
 
 // watch shows progress and events until the pod runs.
 func watch(ctx context.Context, c *cluster.Cluster) error {
-	tty := term.IsTerminal(int(os.Stdout.Fd()))
-	told := map[string]bool{}
-	last := ""
-	deadline := time.Now().Add(30 * time.Minute)
-	for time.Now().Before(deadline) {
-		if err := events(ctx, c, told); err != nil {
-			return err
-		}
-		line, failed, err := progress(ctx, c)
-		if err != nil {
-			return err
-		}
-		if failed != "" {
-			return fmt.Errorf("the import failed for good: %s", failed)
-		}
-		switch {
-		case line == last || line == "":
-		case tty:
-			fmt.Printf("\r\033[K   %s", line)
-		default:
-			fmt.Printf("   %s\n", line)
-		}
-		last = line
-		phase, err := c.Kubectl(ctx, "get", "pod", "reader", "-o", "jsonpath={.status.phase}")
-		if err != nil {
-			return err
-		}
-		if string(phase) == string(corev1.PodRunning) {
-			if tty {
-				fmt.Println()
-			}
-			return events(ctx, c, told)
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(400 * time.Millisecond):
-		}
-	}
-	said, _ := c.Kubectl(ctx, "describe", "pvc,pod,nodevolume")
-	return fmt.Errorf("after half an hour the pod does not run:\n%s", said)
-}
-
-// progress is what the claim's NodeVolume says.
-func progress(ctx context.Context, c *cluster.Cluster) (line, failed string, err error) {
-	out, err := c.Kubectl(ctx, "get", "nodevolumes.longshore.dev", "-o", "json")
-	if err != nil {
-		return "", "", err
-	}
-	var list v1alpha1.NodeVolumeList
-	if err := json.Unmarshal(out, &list); err != nil {
-		return "", "", fmt.Errorf("read NodeVolumes: %w", err)
-	}
-	for _, nv := range list.Items {
-		if nv.Spec.Claim == nil || nv.Spec.Claim.Namespace != "default" || nv.Spec.Claim.Name != "disk" {
-			continue
-		}
-		if nv.Status.Phase == v1alpha1.PhaseFailed {
-			for _, condition := range nv.Status.Conditions {
-				if condition.Type == v1alpha1.ConditionPopulated {
-					failed = condition.Reason + ": " + condition.Message
-				}
-			}
-			return "", failed, nil
-		}
-		line = fmt.Sprintf("%-10s", nv.Status.Phase)
-		if p := nv.Status.Progress; p != nil && p.BytesTotal > 0 {
-			line += fmt.Sprintf(" %3d %%  %4d of %d MiB  %3d MiB/s", p.BytesDone*100/p.BytesTotal, p.BytesDone>>20, p.BytesTotal>>20, p.BytesPerSecond>>20)
-			if p.ETASeconds > 0 {
-				line += fmt.Sprintf("  %d s left", p.ETASeconds)
-			}
-			if p.Format != "" {
-				line += "  (" + p.Format + ")"
-			}
-		}
-		return line, "", nil
-	}
-	return "", "", nil
-}
-
-// events prints what is new of the claim and the source.
-func events(ctx context.Context, c *cluster.Cluster, told map[string]bool) error {
-	out, err := c.Kubectl(ctx, "get", "events", "-o", "json")
+	api, err := connect(c)
 	if err != nil {
 		return err
 	}
-	var list corev1.EventList
-	if err := json.Unmarshal(out, &list); err != nil {
-		return fmt.Errorf("read events: %w", err)
+	ctx, cancel := context.WithTimeoutCause(ctx, 30*time.Minute, errors.New("after half an hour the pod does not run"))
+	defer cancel()
+	show := &screen{tty: term.IsTerminal(int(os.Stdout.Fd()))}
+	told := map[string]bool{}
+	tick := time.NewTicker(300 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		running, err := look(ctx, api, show, told)
+		if ctx.Err() != nil {
+			said, _ := c.Kubectl(context.WithoutCancel(ctx), "describe", "pvc,pod,nodevolume")
+			return fmt.Errorf("%w\n%s", context.Cause(ctx), said)
+		}
+		if err != nil || running {
+			show.end()
+			return err
+		}
+		select {
+		case <-ctx.Done():
+		case <-tick.C:
+		}
 	}
-	for _, e := range list.Items {
-		key := string(e.UID) + e.Message
-		if told[key] || e.InvolvedObject.Kind != "PersistentVolumeClaim" && e.InvolvedObject.Kind != "VolumeImportSource" {
+}
+
+func connect(c *cluster.Cluster) (client.Client, error) {
+	config, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig())
+	if err != nil {
+		return nil, err
+	}
+	scheme := runtime.NewScheme()
+	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
+		return nil, err
+	}
+	return client.New(config, client.Options{Scheme: scheme})
+}
+
+// look shows what is new and tells whether the pod runs.
+func look(ctx context.Context, api client.Client, show *screen, told map[string]bool) (running bool, err error) {
+	var events corev1.EventList
+	if err := api.List(ctx, &events, client.InNamespace("default")); err != nil {
+		return false, err
+	}
+	for _, e := range events.Items {
+		// Of the source the same is told; the sidecar only says that it is not meant.
+		line := fmt.Sprintf("event: %s: %s", e.Reason, e.Message)
+		if told[line] || e.InvolvedObject.Kind != "PersistentVolumeClaim" || e.Reason == "Provisioning" || e.Reason == "ExternalProvisioning" {
 			continue
 		}
-		told[key] = true
-		fmt.Printf("\r\033[K   event: %s %s: %s: %s\n", e.InvolvedObject.Kind, e.Type, e.Reason, e.Message)
+		told[line] = true
+		show.keep(line)
 	}
-	return nil
+	var volumes v1alpha1.NodeVolumeList
+	if err := api.List(ctx, &volumes); err != nil {
+		return false, err
+	}
+	for _, nv := range volumes.Items {
+		if nv.Spec.Claim == nil || nv.Spec.Claim.Namespace != "default" || nv.Spec.Claim.Name != "disk" {
+			continue
+		}
+		if failed := failure(nv); failed != "" {
+			return false, fmt.Errorf("the import failed for good: %s", failed)
+		}
+		show.update(progress(nv))
+	}
+	var pod corev1.Pod
+	if err := api.Get(ctx, client.ObjectKey{Namespace: "default", Name: "reader"}, &pod); err != nil {
+		return false, err
+	}
+	return pod.Status.Phase == corev1.PodRunning, nil
+}
+
+func failure(nv v1alpha1.NodeVolume) string {
+	if nv.Status.Phase != v1alpha1.PhaseFailed {
+		return ""
+	}
+	for _, c := range nv.Status.Conditions {
+		if c.Type == v1alpha1.ConditionPopulated {
+			return c.Reason + ": " + c.Message
+		}
+	}
+	return "no reason is told"
+}
+
+// progress is what a NodeVolume says, in a line.
+func progress(nv v1alpha1.NodeVolume) string {
+	line := fmt.Sprintf("%-10s", nv.Status.Phase)
+	p := nv.Status.Progress
+	if p == nil || p.BytesTotal == 0 {
+		return line
+	}
+	line += fmt.Sprintf(" %3d %%  %4d of %d MiB", p.BytesDone*100/p.BytesTotal, p.BytesDone>>20, p.BytesTotal>>20)
+	if nv.Status.Phase == v1alpha1.PhaseFilling {
+		line += fmt.Sprintf("  %3d MiB/s", p.BytesPerSecond>>20)
+		if p.ETASeconds > 0 {
+			line += fmt.Sprintf("  %d s left", p.ETASeconds)
+		}
+	}
+	return line
+}
+
+// screen has lines that stay and, at its end, one that changes; where it is no
+// terminal, each change is a line.
+type screen struct {
+	tty  bool
+	last string
+}
+
+func (s *screen) keep(line string) {
+	if s.tty {
+		fmt.Printf("\r\033[K   %s\n   %s", line, s.last)
+		return
+	}
+	fmt.Printf("   %s\n", line)
+}
+
+func (s *screen) update(line string) {
+	switch {
+	case line == s.last:
+	case s.tty:
+		fmt.Printf("\r\033[K   %s", line)
+	default:
+		fmt.Printf("   %s\n", line)
+	}
+	s.last = line
+}
+
+func (s *screen) end() {
+	if s.tty {
+		fmt.Println()
+	}
 }
 
 // down removes all but caches.
