@@ -238,6 +238,9 @@ func TestRebinding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if _, err := io.ReadAll(conn); err != nil { // the listener has counted it
+		t.Fatal(err)
+	}
 	conn.Close()
 	before := count.Load()
 	_, err = b.DialContext(t.Context(), "tcp", "rebind.example:"+port)
