@@ -70,6 +70,9 @@ type agent struct {
 	connected     bool
 	pools         map[string]*agentv1.Pool
 	volumes       map[string]*agentv1.Volume
+	// reports counts the reports of each volume, in all streams: an answer that was
+	// overtaken by one is no news.
+	reports map[string]uint64
 }
 
 // Listen adds a listener.
@@ -105,7 +108,7 @@ func (a *Agents) Set(node, address string) error {
 		return fmt.Errorf("agent of node %s at %s: %w", node, address, err)
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	ag := &agent{node: node, address: address, stop: stop, conn: conn}
+	ag := &agent{node: node, address: address, stop: stop, conn: conn, reports: map[string]uint64{}}
 	if a.nodes == nil {
 		a.nodes = map[string]*agent{}
 	}
@@ -192,6 +195,9 @@ func (a *Agents) report(ag *agent, r *agentv1.Report, first bool) {
 		delete(ag.volumes, id)
 		changed = append(changed, id)
 	}
+	for _, id := range changed {
+		ag.reports[id]++
+	}
 	a.tellLocked(ag, changed, first || len(r.GetPools()) > 0)
 }
 
@@ -250,6 +256,19 @@ func (a *Agents) Nodes() map[string]bool {
 	return nodes
 }
 
+// Volumes lists the ids of all volumes of connected nodes.
+func (a *Agents) Volumes() map[string][]string {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	volumes := map[string][]string{}
+	for name, ag := range a.nodes {
+		if ag.connected {
+			volumes[name] = slices.Collect(maps.Keys(ag.volumes))
+		}
+	}
+	return volumes
+}
+
 // Pools lists all pools of connected nodes.
 func (a *Agents) Pools() map[string][]*agentv1.Pool {
 	a.mu.Lock()
@@ -263,23 +282,47 @@ func (a *Agents) Pools() map[string][]*agentv1.Pool {
 	return pools
 }
 
-// call asks a connected agent. Errors wrap csi.Err*, and say the deed.
-func call[R any](ctx context.Context, a *Agents, node, deed string, f func(context.Context, agentv1.AgentClient) (R, error)) (R, error) {
-	a.mu.Lock()
-	ag := a.nodes[node]
-	connected := ag != nil && ag.connected
-	a.mu.Unlock()
-	var zero R
-	if !connected {
-		return zero, fmt.Errorf("%s: the Longshore plugin of node %s is not connected: %w", deed, node, csi.ErrUnavailable)
+// ask calls a connected agent about one volume, and takes in the answer, so that
+// what follows need not wait for the report: nil when the volume is gone. Errors
+// wrap csi.Err*, and say the deed.
+func (a *Agents) ask(ctx context.Context, node, id, deed string, f func(context.Context, agentv1.AgentClient) (*agentv1.Volume, error)) (*agentv1.Volume, error) {
+	ag, before := a.agentFor(node, id)
+	if ag == nil {
+		return nil, fmt.Errorf("%s: the Longshore plugin of node %s is not connected: %w", deed, node, csi.ErrUnavailable)
 	}
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	r, err := f(ctx, agentv1.NewAgentClient(ag.conn))
+	v, err := f(ctx, agentv1.NewAgentClient(ag.conn))
 	if err != nil {
-		return zero, fmt.Errorf("%s on node %s: %w", deed, node, kindOf(err))
+		return nil, fmt.Errorf("%s on node %s: %w", deed, node, kindOf(err))
 	}
-	return r, nil
+	a.learn(ag, id, v, before)
+	return v, nil
+}
+
+// agentFor is a connected agent, and how often it has reported the volume.
+func (a *Agents) agentFor(node, id string) (*agent, uint64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if ag := a.nodes[node]; ag != nil && ag.connected {
+		return ag, ag.reports[id]
+	}
+	return nil, 0
+}
+
+// learn takes in an answer that no report has overtaken.
+func (a *Agents) learn(ag *agent, id string, v *agentv1.Volume, before uint64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case !ag.connected || ag.reports[id] != before:
+		return
+	case v == nil:
+		delete(ag.volumes, id)
+	default:
+		ag.volumes[id] = v
+	}
+	a.tellLocked(ag, []string{id}, false)
 }
 
 // kindOf words an agent's error, of the kind that its code stands for.
@@ -296,63 +339,41 @@ func kindOf(err error) error {
 	return fmt.Errorf("%s (%s)", s.Message(), s.Code())
 }
 
-// learn takes in an answer, so that what follows need not wait for the report.
-func (a *Agents) learn(node string, v *agentv1.Volume) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if ag := a.nodes[node]; ag != nil && ag.connected {
-		ag.volumes[v.GetId()] = v
-		a.tellLocked(ag, []string{v.GetId()}, false)
-	}
-}
-
 // CreateVolume, Expand, Snapshot, Populate and Delete ask the node's agent; see agent.proto.
 func (a *Agents) CreateVolume(ctx context.Context, node string, r *agentv1.CreateVolumeRequest) (*agentv1.Volume, error) {
-	return a.learned(ctx, node, "make volume "+r.GetId(), func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
+	return a.ask(ctx, node, r.GetId(), "make volume "+r.GetId(), func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
 		return c.CreateVolume(ctx, r)
 	})
 }
 
 func (a *Agents) Expand(ctx context.Context, node, id string, bytes int64) (*agentv1.Volume, error) {
-	r := &agentv1.ExpandVolumeRequest{Id: id, CapacityBytes: bytes}
-	return a.learned(ctx, node, fmt.Sprintf("grow volume %s to %d bytes", id, bytes), func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
-		return c.ExpandVolume(ctx, r)
+	return a.ask(ctx, node, id, fmt.Sprintf("grow volume %s to %d bytes", id, bytes), func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
+		return c.ExpandVolume(ctx, &agentv1.ExpandVolumeRequest{Id: id, CapacityBytes: bytes})
 	})
 }
 
 func (a *Agents) Snapshot(ctx context.Context, node, id, volume string) (*agentv1.Volume, error) {
-	r := &agentv1.CreateSnapshotRequest{Id: id, VolumeId: volume}
-	return a.learned(ctx, node, "snapshot volume "+volume, func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
-		return c.CreateSnapshot(ctx, r)
+	return a.ask(ctx, node, id, "snapshot volume "+volume, func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
+		return c.CreateSnapshot(ctx, &agentv1.CreateSnapshotRequest{Id: id, VolumeId: volume})
 	})
 }
 
 func (a *Agents) Populate(ctx context.Context, node string, r *agentv1.PopulateRequest) (*agentv1.Volume, error) {
-	return a.learned(ctx, node, "fill volume "+r.GetId(), func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) { return c.Populate(ctx, r) })
-}
-
-func (a *Agents) learned(ctx context.Context, node, deed string, f func(context.Context, agentv1.AgentClient) (*agentv1.Volume, error)) (*agentv1.Volume, error) {
-	v, err := call(ctx, a, node, deed, f)
-	if err == nil {
-		a.learn(node, v)
-	}
-	return v, err
-}
-
-func (a *Agents) Delete(ctx context.Context, node, id, pool, poolUUID string, snapshot bool) error {
-	_, err := call(ctx, a, node, "delete "+id, func(ctx context.Context, c agentv1.AgentClient) (any, error) {
-		if snapshot {
-			return c.DeleteSnapshot(ctx, &agentv1.DeleteSnapshotRequest{Id: id, Pool: pool, PoolUuid: poolUUID})
-		}
-		return c.DeleteVolume(ctx, &agentv1.DeleteVolumeRequest{Id: id, Pool: pool, PoolUuid: poolUUID})
+	return a.ask(ctx, node, r.GetId(), "fill volume "+r.GetId(), func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
+		return c.Populate(ctx, r)
 	})
-	if err == nil {
-		a.mu.Lock()
-		if ag := a.nodes[node]; ag != nil {
-			delete(ag.volumes, id)
+}
+
+// Delete has the node delete a volume or snapshot that is recorded in a pool there.
+func (a *Agents) Delete(ctx context.Context, node, id, pool, poolUUID string, snapshot bool) error {
+	_, err := a.ask(ctx, node, id, "delete "+id, func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
+		if snapshot {
+			_, err := c.DeleteSnapshot(ctx, &agentv1.DeleteSnapshotRequest{Id: id, Pool: pool, PoolUuid: poolUUID})
+			return nil, err
 		}
-		a.mu.Unlock()
-	}
+		_, err := c.DeleteVolume(ctx, &agentv1.DeleteVolumeRequest{Id: id, Pool: pool, PoolUuid: poolUUID})
+		return nil, err
+	})
 	return err
 }
 

@@ -27,11 +27,12 @@ var (
 	descAgent  = prometheus.NewDesc("longshore_agent_connected", "1 while the controller is connected to the node's plugin.", []string{"node"}, nil)
 	descSize   = prometheus.NewDesc("longshore_pool_bytes", "Size of the pool.", []string{"node", "pool"}, nil)
 	descFree   = prometheus.NewDesc("longshore_pool_available_bytes", "What the pool gives to new volumes.", []string{"node", "pool"}, nil)
+	descStray  = prometheus.NewDesc("longshore_unrecorded_volumes", "Volumes and snapshots that the node keeps and no NodeVolume places there: nobody deletes them but a person.", []string{"node"}, nil)
 	descUsable = prometheus.NewDesc("longshore_pool_usable", "1 while the pool can be used.", []string{"node", "pool"}, nil)
 )
 
 func (m *Metrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descImport, descDone, descTotal, descRetry, descPhase, descAgent, descSize, descFree, descUsable} {
+	for _, d := range []*prometheus.Desc{descImport, descDone, descTotal, descRetry, descPhase, descAgent, descSize, descFree, descStray, descUsable} {
 		ch <- d
 	}
 }
@@ -58,8 +59,10 @@ func (m *Metrics) Collect(ch chan<- prometheus.Metric) {
 		return
 	}
 	phases := map[[3]string]int{}
+	placed := map[[2]string]bool{}
 	for i := range list.Items {
 		nv := &list.Items[i]
+		placed[[2]string{nv.Spec.Node, nv.Name}] = true
 		phases[[3]string{nv.Spec.Node, string(nv.Spec.Kind), string(nv.Status.Phase)}]++
 		p := nv.Status.Progress
 		if nv.Spec.Import == nil || nv.Spec.Claim == nil || p == nil {
@@ -74,6 +77,15 @@ func (m *Metrics) Collect(ch chan<- prometheus.Metric) {
 			gauge(descTotal, float64(p.BytesTotal), labels...)
 			gauge(descRetry, float64(p.Retries), labels...)
 		}
+	}
+	for node, ids := range m.Agents.Volumes() {
+		stray := 0
+		for _, id := range ids {
+			if !placed[[2]string{node, id}] {
+				stray++
+			}
+		}
+		gauge(descStray, float64(stray), node)
 	}
 	for l, n := range phases {
 		gauge(descPhase, float64(n), l[:]...)
