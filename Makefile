@@ -69,7 +69,7 @@ test-long: deps ## fault campaigns, long fuzzing, matrices: what make test has n
 
 .PHONY: bench
 bench: deps build ## comparisons with other tools, see docs/benchmarks.md
-	@go test -timeout 2h -run '^$$' -bench . -benchtime 1x ./test/bench/...
+	@go test -timeout 2h -run '^$$' -bench . -benchtime 3x ./test/bench/...
 
 # The linter's many modules stay out of the product's go.mod.
 LINT := $(CACHE)/tools/golangci-lint-$(shell sha256sum .ci/golangci-lint.mod .ci/golangci-lint.sum 2>/dev/null | sha256sum | cut -c1-16)
