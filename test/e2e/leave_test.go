@@ -13,8 +13,8 @@ import (
 	"github.com/longshore-io/longshore/test/e2e/lab"
 )
 
-// filling waits until some of the claim's data has come, and returns its NodeVolume.
-func filling(t *testing.T, claim *corev1.PersistentVolumeClaim) *v1alpha1.NodeVolume {
+// filling waits until so many bytes of the claim's data have come, and returns its NodeVolume.
+func filling(t *testing.T, claim *corev1.PersistentVolumeClaim, atLeast int64) *v1alpha1.NodeVolume {
 	t.Helper()
 	nv := &v1alpha1.NodeVolume{}
 	nv.Name = "pvc-" + string(claim.UID)
@@ -22,8 +22,9 @@ func filling(t *testing.T, claim *corev1.PersistentVolumeClaim) *v1alpha1.NodeVo
 		if err := world.Get(ctx, client.ObjectKeyFromObject(nv), nv); err != nil {
 			return err
 		}
-		if p := nv.Status.Progress; p == nil || p.BytesDone == 0 {
-			return fmt.Errorf("phase %q, no byte yet", nv.Status.Phase)
+		p := nv.Status.Progress
+		if p == nil || p.BytesDone < atLeast {
+			return fmt.Errorf("phase %q, progress %+v", nv.Status.Phase, p)
 		}
 		if nv.Status.Populated {
 			t.Fatal("the transfer ended before the test could interfere: slow the image down")
@@ -61,7 +62,7 @@ func TestDeleteClaimInMidTransfer(t *testing.T) {
 				world.HTTPSource(t, ns, "image", img.URL("raw"))
 				claim := world.Claim(t, lab.Claim{Namespace: ns, Name: "disk", Class: class, Bytes: 128 * mib, Block: block, ImportSource: "image"})
 				pod := world.Pod(t, claim, "consumer", "sleep 1000")
-				nv := filling(t, claim)
+				nv := filling(t, claim, 1)
 				world.Must(t, world.Delete(t.Context(), claim))
 				world.Must(t, world.Delete(t.Context(), pod))
 				holdsNothing(t, nv)
@@ -81,7 +82,7 @@ func TestDeleteConsumerInMidTransfer(t *testing.T) {
 			world.HTTPSource(t, ns, "image", img.URL("raw"))
 			claim := world.Claim(t, lab.Claim{Namespace: ns, Name: "disk", Class: class, Bytes: 128 * mib, Block: true, ImportSource: "image"})
 			pod := world.Pod(t, claim, "consumer", "sleep 1000")
-			filling(t, claim)
+			filling(t, claim, 1)
 			world.Must(t, world.Delete(t.Context(), pod))
 			checkRead(t, world.Output(t, world.Pod(t, claim, "next", read(img.Bytes, true))), img, true)
 		})
@@ -97,7 +98,7 @@ func TestDeleteSourceInMidTransfer(t *testing.T) {
 	img := lab.Serve(t, lab.Image{Bytes: 96 * mib, Slow: true})
 	source := world.HTTPSource(t, ns, "image", img.URL("raw"))
 	claim := world.Claim(t, lab.Claim{Namespace: ns, Name: "disk", Class: class, Bytes: 96 * mib, Block: true, ImportSource: "image"})
-	nv := filling(t, claim)
+	nv := filling(t, claim, 1)
 	world.Must(t, world.Delete(t.Context(), source))
 	holdsNothing(t, nv)
 	saysOnClaim(t, claim, "SourceNotFound", "image")

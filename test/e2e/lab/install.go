@@ -16,38 +16,23 @@ import (
 // PoolBytes is the size of the node's pool; it is allocated whole.
 const PoolBytes int64 = 6 << 30
 
-// version of the image under test; the chart is told it.
-const version = "0.0.0-lab"
-
 // install builds the container image and installs the chart, waiting until both workloads are ready.
 func (l *Lab) install(ctx context.Context, log io.Writer, values []string) error {
 	root, err := moduleRoot(ctx)
 	if err != nil {
 		return err
 	}
-	tmp, err := os.MkdirTemp("", "longshore-image-")
-	if err != nil {
+	make := exec.CommandContext(ctx, "make", "--no-print-directory", "image")
+	make.Dir = root
+	if err := run(make, log); err != nil {
 		return err
 	}
-	defer os.RemoveAll(tmp)
-	binary, image := filepath.Join(tmp, "longshore"), filepath.Join(tmp, "image.tar")
-	steps := []*exec.Cmd{
-		exec.CommandContext(ctx, "go", "build", "-trimpath", "-o", binary, "./cmd/longshore"),
-		exec.CommandContext(ctx, "go", "run", "./test/imagebuild", "-binary", binary, "-version", version, "-o", image),
-	}
-	steps[0].Env = append(os.Environ(), "CGO_ENABLED=0")
-	for _, s := range steps {
-		s.Dir = root
-		if err := run(s, log); err != nil {
-			return err
-		}
-	}
+	image := filepath.Join(root, "out", "longshore-image.tar")
 	if err := l.Cluster.LoadImage(ctx, image); err != nil {
 		return fmt.Errorf("load the image: %w", err)
 	}
 	args := []string{"upgrade", "--install", "longshore", filepath.Join(root, "charts", "longshore"),
 		"--namespace", Namespace, "--create-namespace", "--wait", "--timeout", "3m",
-		"--set", "image.tag=" + version,
 		"--set", "image.pullPolicy=Never",
 		"--set", "sidecars.pullPolicy=Never",
 		"--set", fmt.Sprintf("pools[0].name=default,pools[0].dir=/var/lib/longshore/default,pools[0].bytes=%d", PoolBytes),

@@ -18,7 +18,7 @@ import (
 )
 
 // slowRate limits each connection to a slow image's server, in bytes per second.
-const slowRate = 768 << 10
+const slowRate = 1 << 20
 
 // Web starts a real nginx where the cluster can reach it; it ends with t.
 func Web(t testing.TB, o peers.NginxOptions) *peers.NginxServer {
