@@ -5,6 +5,7 @@
 package sanity
 
 import (
+	"cmp"
 	"context"
 	"encoding/xml"
 	"fmt"
@@ -24,6 +25,8 @@ type Options struct {
 	// Dir is a folder that csi-sanity and the driver both see, in which it makes
 	// the staging and target paths; it must be empty.
 	Dir string
+	// Seen is Dir as this process sees it; "" where that is the same.
+	Seen string
 	// AccessType is "mount" or "block".
 	AccessType string
 	// Parameters are those of the StorageClass.
@@ -49,15 +52,14 @@ func (r Result) Line() string {
 
 // Run runs the suite to its end. Specs that fail are not an error: see Result.
 func Run(ctx context.Context, o Options) (Result, error) {
-	parameters := filepath.Join(o.Dir, "parameters.yaml")
+	seen := cmp.Or(o.Seen, o.Dir)
 	var text strings.Builder
 	for key, value := range o.Parameters {
 		fmt.Fprintf(&text, "%s: %s\n", strconv.Quote(key), strconv.Quote(value))
 	}
-	if err := os.WriteFile(parameters, []byte(text.String()), 0o644); err != nil {
+	if err := os.WriteFile(filepath.Join(seen, "parameters.yaml"), []byte(text.String()), 0o644); err != nil {
 		return Result{}, err
 	}
-	report := filepath.Join(o.Dir, "report.xml")
 	command := o.Command
 	if command == nil {
 		command = exec.CommandContext
@@ -70,14 +72,14 @@ func Run(ctx context.Context, o Options) (Result, error) {
 		"--csi.testvolumeaccesstype=" + o.AccessType,
 		"--csi.testvolumesize=" + strconv.FormatInt(o.VolumeBytes, 10),
 		"--csi.testvolumeexpandsize=" + strconv.FormatInt(o.ExpandBytes, 10),
-		"--ginkgo.junit-report=" + report,
+		"--ginkgo.junit-report=" + filepath.Join(o.Dir, "report.xml"),
 		"--ginkgo.no-color",
 	}
 	if len(o.Parameters) > 0 {
-		args = append(args, "--csi.testvolumeparameters="+parameters)
+		args = append(args, "--csi.testvolumeparameters="+filepath.Join(o.Dir, "parameters.yaml"))
 	}
 	out, runErr := command(ctx, o.Binary, args...).CombinedOutput()
-	xmlText, err := os.ReadFile(report)
+	xmlText, err := os.ReadFile(filepath.Join(seen, "report.xml"))
 	if err != nil {
 		return Result{Output: string(out)}, fmt.Errorf("csi-sanity has left no report (%w), it ended with %v and said: %s", err, runErr, out)
 	}

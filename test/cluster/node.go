@@ -33,6 +33,16 @@ func (c *Cluster) nodeFolder(n int, path string) string {
 	return filepath.Join(c.nodeDir(n), "root", path)
 }
 
+// NodeFolder is where the host sees one of the folders that a node has to itself,
+// or what is below it.
+func (c *Cluster) NodeFolder(node, path string) (string, error) {
+	n, err := c.nodeNumber(node)
+	if err != nil {
+		return "", err
+	}
+	return c.nodeFolder(n, path), nil
+}
+
 // startContainers starts node n's machine with containerd.
 func (c *Cluster) startContainers(ctx context.Context, n int) error {
 	node := nodeName(n)

@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr"
 	snapshotv1 "github.com/kubernetes-csi/external-snapshotter/client/v8/apis/volumesnapshot/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -27,6 +28,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	cdiv1 "kubevirt.io/containerized-data-importer-api/pkg/apis/core/v1beta1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/longshore-io/longshore/api/v1alpha1"
 	"github.com/longshore-io/longshore/test/cluster"
@@ -55,6 +57,7 @@ func Start(ctx context.Context, log io.Writer, values ...string) (*Lab, error) {
 	if err != nil {
 		return nil, err
 	}
+	ctrllog.SetLogger(logr.Discard())
 	l := &Lab{keep: os.Getenv("LONGSHORE_LAB") == "keep"}
 	l.Cluster, err = cluster.Up(ctx, cluster.Options{
 		Dir:           filepath.Join(cache, "longshore", "lab"),
