@@ -9,8 +9,8 @@ package controllers
 // What the controller reads and writes in the cluster. Secrets are read one by
 // one, when a transfer needs them: they are neither listed nor watched.
 //
-// +kubebuilder:rbac:groups=longshore.dev,resources=nodevolumes,verbs=get;list;watch;create;update;patch;delete
-// +kubebuilder:rbac:groups=longshore.dev,resources=nodevolumes/status,verbs=update;patch
+// +kubebuilder:rbac:groups=longshore.dev,resources=nodevolumes,verbs=get;list;watch;create;patch;delete
+// +kubebuilder:rbac:groups=longshore.dev,resources=nodevolumes/status,verbs=patch
 // +kubebuilder:rbac:groups="",resources=persistentvolumeclaims,verbs=get;list;watch;patch
 // +kubebuilder:rbac:groups="",resources=persistentvolumeclaims/status,verbs=patch
 // +kubebuilder:rbac:groups="",resources=persistentvolumes,verbs=get;list;watch;create
