@@ -12,6 +12,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	agentv1 "github.com/longshore-io/longshore/api/agent/v1"
@@ -239,20 +240,19 @@ func (v *Volumes) drop(ctx context.Context, nv *v1alpha1.NodeVolume) error {
 	return v.letGo(ctx, nv.Name)
 }
 
-// letGo takes the finalizer off the record as it is now.
+// letGo takes the finalizer off the record as it is now; the reconciler of
+// NodeVolumes may be writing to it.
 func (v *Volumes) letGo(ctx context.Context, name string) error {
-	nv, err := v.record(ctx, name)
-	switch {
-	case errors.Is(err, csi.ErrNotFound):
-		return nil
-	case err != nil:
-		return err
-	}
-	if err := letGo(ctx, v.Client, nv); apierrors.IsConflict(err) {
-		return fmt.Errorf("record %s changes at this moment: %w", name, csi.ErrBusy)
-	} else {
-		return err
-	}
+	return retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		nv, err := v.record(ctx, name)
+		switch {
+		case errors.Is(err, csi.ErrNotFound):
+			return nil
+		case err != nil:
+			return err
+		}
+		return letGo(ctx, v.Client, nv)
+	})
 }
 
 func (v *Volumes) record(ctx context.Context, id string) (*v1alpha1.NodeVolume, error) {

@@ -121,12 +121,11 @@ func use(c *csi.VolumeCapability) (Use, error) {
 		u.Mode = Block
 	case c.GetMount() != nil:
 		u.Mode = Filesystem
-		u.FSType = c.GetMount().GetFsType()
-		if u.FSType == "" {
-			u.FSType = "ext4"
-		}
-		if err := allowed(ParameterFSType, u.FSType, "ext4", "xfs"); err != nil {
-			return u, err
+		// Empty is whatever the volume was made for.
+		if u.FSType = c.GetMount().GetFsType(); u.FSType != "" {
+			if err := allowed(ParameterFSType, u.FSType, "ext4", "xfs"); err != nil {
+				return u, err
+			}
 		}
 		for _, flag := range c.GetMount().GetMountFlags() {
 			for option := range strings.SplitSeq(flag, ",") {

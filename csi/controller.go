@@ -1,6 +1,7 @@
 package csi
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 
@@ -66,9 +67,9 @@ func request(r *csi.CreateVolumeRequest) (Request, error) {
 	for key := range r.GetMutableParameters() {
 		return q, fmt.Errorf("mutable parameter %s: this driver knows none: %w", key, ErrInvalid)
 	}
-	q.Mode, q.FSType, q.Pool = u.Mode, u.FSType, p.pool
-	if p.fsType != "" && u.Mode == Filesystem {
-		q.FSType = p.fsType
+	q.Mode, q.Pool = u.Mode, p.pool
+	if u.Mode == Filesystem {
+		q.FSType = cmp.Or(p.fsType, u.FSType, "ext4")
 	}
 	q.ClaimNamespace, q.ClaimName = p.claimNamespace, p.claimName
 	var minimum int64

@@ -18,6 +18,8 @@ import (
 func TestCSISanity(t *testing.T) {
 	pod, err := world.ControllerPod(t.Context())
 	world.Must(t, err)
+	// A volume that binds says that controller and node plugin have found each other.
+	world.Bound(t, world.Claim(t, lab.Claim{Namespace: world.NewNamespace(t), Name: "first", Class: world.StorageClass(t, lab.Class{}), Bytes: mib, Block: true}))
 	rows := map[string]sanity.Options{
 		"block": {AccessType: "block", VolumeBytes: 64 * mib, ExpandBytes: 96 * mib},
 		// xfs: ext4 grows online only with CAP_SYS_RESOURCE, which not every test machine gives.
@@ -35,7 +37,8 @@ func TestCSISanity(t *testing.T) {
 			world.Must(t, os.MkdirAll(o.Seen, 0o755))
 			t.Cleanup(func() { _ = os.RemoveAll(o.Seen) })
 			o.Command = func(ctx context.Context, name string, args ...string) *exec.Cmd {
-				return world.Cluster.Command(ctx, lab.Node, name, args...)
+				// csi-sanity wants to know the folder that it is in.
+				return world.Cluster.Command(ctx, lab.Node, "sh", append([]string{"-c", `cd / && exec "$@"`, "sh", name}, args...)...)
 			}
 			r, err := sanity.Run(t.Context(), o)
 			world.Must(t, err)

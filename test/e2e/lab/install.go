@@ -48,6 +48,17 @@ func (l *Lab) install(ctx context.Context, log io.Writer, values []string) error
 		said, _ := l.Cluster.Kubectl(ctx, "-n", Namespace, "logs", "--all-containers", "--prefix", "--tail=40", "-l", "app.kubernetes.io/name=longshore")
 		return fmt.Errorf("%w\n%s\n%s", err, out, said)
 	}
+	if !l.keep {
+		return nil
+	}
+	// A cluster that was kept runs an earlier image of the same name.
+	for _, w := range []string{"deployment/longshore-controller", "daemonset/longshore-node"} {
+		for _, verb := range []string{"restart", "status"} {
+			if out, err := l.Cluster.Kubectl(ctx, "-n", Namespace, "rollout", verb, w); err != nil {
+				return fmt.Errorf("rollout %s %s: %w: %s", verb, w, err, out)
+			}
+		}
+	}
 	return nil
 }
 
