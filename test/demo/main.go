@@ -27,11 +27,13 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/go-logr/logr"
 	"golang.org/x/term"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/longshore-io/longshore/api/v1alpha1"
 	"github.com/longshore-io/longshore/test/cluster"
@@ -399,6 +401,7 @@ func connect(c *cluster.Cluster) (client.Client, error) {
 	if err != nil {
 		return nil, err
 	}
+	log.SetLogger(logr.Discard()) // what a person must know comes back as an error
 	scheme := runtime.NewScheme()
 	if err := errors.Join(corev1.AddToScheme(scheme), v1alpha1.AddToScheme(scheme)); err != nil {
 		return nil, err
