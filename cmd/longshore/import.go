@@ -259,7 +259,6 @@ type output struct {
 	journalPath string
 	mu          sync.Mutex // held for what follows
 	journal     *journal.Journal
-	facts       mover.Facts
 	pending     extent.Set
 	unread      int64 // bytes pending
 	last        time.Time

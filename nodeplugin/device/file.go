@@ -204,7 +204,7 @@ func (d *File) pwrite(p []byte, off int64) (int, error) {
 // then refuse the access.
 func (d *File) endDirect() {
 	if flags, err := unix.FcntlInt(d.f.Fd(), unix.F_GETFL, 0); err == nil {
-		unix.FcntlInt(d.f.Fd(), unix.F_SETFL, flags&^unix.O_DIRECT)
+		_, _ = unix.FcntlInt(d.f.Fd(), unix.F_SETFL, flags&^unix.O_DIRECT)
 	}
 	d.direct.Store(false)
 }
@@ -355,7 +355,7 @@ func (d *File) Sync() error {
 	}
 	if !d.Direct() {
 		// What is stored need not fill the memory that is counted as the mover's.
-		unix.Fadvise(int(d.f.Fd()), 0, 0, unix.FADV_DONTNEED)
+		_ = unix.Fadvise(int(d.f.Fd()), 0, 0, unix.FADV_DONTNEED)
 	}
 	return nil
 }

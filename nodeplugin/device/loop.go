@@ -150,12 +150,12 @@ func configure(n loopNode, file *os.File, sector int, o LoopOptions) (*Loop, err
 	// device that somebody holds open for writing.
 	r, err := os.OpenFile(n.path, os.O_RDONLY, 0)
 	if err != nil {
-		unix.IoctlSetInt(int(w.Fd()), unix.LOOP_CLR_FD, 0)
+		_ = unix.IoctlSetInt(int(w.Fd()), unix.LOOP_CLR_FD, 0)
 		return nil, fmt.Errorf("open %s after attaching %s: %w", n.path, file.Name(), err)
 	}
 	l := &Loop{path: n.path, number: n.number, f: r}
 	if err := l.Verify(file, o); err != nil {
-		unix.IoctlSetInt(int(w.Fd()), unix.LOOP_CLR_FD, 0)
+		_ = unix.IoctlSetInt(int(w.Fd()), unix.LOOP_CLR_FD, 0)
 		r.Close()
 		return nil, err
 	}
