@@ -304,7 +304,7 @@ func TestRefusals(t *testing.T) {
 		{"two sources", nil, func(s *cdiv1.VolumeImportSource) { s.Spec.Source.Blank = &cdiv1.DataVolumeBlankImage{} }, nil, "InvalidSource", "http, blank"},
 		{"a wrong mode of filling", func(sc *storagev1.StorageClass) { sc.Parameters[csi.ParameterPopulate] = "instant" }, nil, nil, populator.ReasonClassInvalid, `"instant"`},
 		{"a misspelt parameter", func(sc *storagev1.StorageClass) { sc.Parameters["longshore.dev/poll"] = "x" }, nil, nil, populator.ReasonClassInvalid, "longshore.dev/poll"},
-		{"a filesystem that we do not make", func(sc *storagev1.StorageClass) { sc.Parameters[csi.ParameterFSType] = "ntfs" }, nil, nil, populator.ReasonClassInvalid, "ext4 or xfs"},
+		{"a filesystem that we do not make", func(sc *storagev1.StorageClass) { sc.Parameters[csi.ParameterFSType] = "ntfs" }, nil, nil, populator.ReasonClassInvalid, "ext4, xfs"},
 		{"many writers", nil, nil, func(c *corev1.PersistentVolumeClaim) {
 			c.Spec.AccessModes = []corev1.PersistentVolumeAccessMode{corev1.ReadWriteMany}
 		}, populator.ReasonInvalidClaim, "ReadWriteMany"},

@@ -43,9 +43,14 @@ func idOf(name string) (string, error) {
 	return "n-" + hex.EncodeToString(sum[:20]), nil
 }
 
-// classParameters are those that a StorageClass may carry.
-type classParameters struct {
-	pool, fsType              string
+// Class is what the parameters of a StorageClass say.
+type Class struct {
+	Pool string
+	// Populate is bind or stage.
+	Populate string
+	// FSType is ext4, xfs, or empty where the class leaves it to the claim.
+	FSType string
+
 	claimNamespace, claimName string
 }
 
@@ -56,10 +61,11 @@ func allowed(parameter, value string, values ...string) error {
 	return fmt.Errorf("parameter %s has the value %q, allowed are %s: %w", parameter, value, strings.Join(values, ", "), ErrInvalid)
 }
 
-// checkParameters refuses what it does not know: a misspelt parameter that is
+// ParseClass reads the parameters of a StorageClass, with what external-provisioner
+// adds to them. It refuses what it does not know: a misspelt parameter that is
 // ignored shows only when it is too late.
-func checkParameters(parameters map[string]string) (classParameters, error) {
-	p := classParameters{pool: "default"}
+func ParseClass(parameters map[string]string) (Class, error) {
+	p := Class{Pool: "default", Populate: "bind"}
 	for _, key := range slices.Sorted(maps.Keys(parameters)) {
 		value := parameters[key]
 		switch key {
@@ -67,7 +73,7 @@ func checkParameters(parameters map[string]string) (classParameters, error) {
 			if !idPattern.MatchString(value) || len(value) > 63 {
 				return p, fmt.Errorf("parameter %s has the value %q, allowed is the name of a pool (lower-case letters, digits, '-'): %w", key, value, ErrInvalid)
 			}
-			p.pool = value
+			p.Pool = value
 		case ParameterPopulate:
 			if value == "instant" {
 				return p, fmt.Errorf("parameter %s has the value %q, which this version does not offer yet; allowed are bind, stage: %w", key, value, ErrInvalid)
@@ -75,11 +81,12 @@ func checkParameters(parameters map[string]string) (classParameters, error) {
 			if err := allowed(key, value, "bind", "stage"); err != nil {
 				return p, err
 			}
+			p.Populate = value
 		case ParameterFSType:
 			if err := allowed(key, value, "ext4", "xfs"); err != nil {
 				return p, err
 			}
-			p.fsType = value
+			p.FSType = value
 		case "csi.storage.k8s.io/pvc/namespace":
 			p.claimNamespace = value
 		case "csi.storage.k8s.io/pvc/name":

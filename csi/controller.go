@@ -60,16 +60,16 @@ func request(r *csi.CreateVolumeRequest) (Request, error) {
 	if err != nil {
 		return q, err
 	}
-	p, err := checkParameters(r.GetParameters())
+	p, err := ParseClass(r.GetParameters())
 	if err != nil {
 		return q, err
 	}
 	for key := range r.GetMutableParameters() {
 		return q, fmt.Errorf("mutable parameter %s: this driver knows none: %w", key, ErrInvalid)
 	}
-	q.Mode, q.Pool = u.Mode, p.pool
+	q.Mode, q.Pool = u.Mode, p.Pool
 	if u.Mode == Filesystem {
-		q.FSType = cmp.Or(p.fsType, u.FSType, "ext4")
+		q.FSType = cmp.Or(p.FSType, u.FSType, "ext4")
 	}
 	q.ClaimNamespace, q.ClaimName = p.claimNamespace, p.claimName
 	var minimum int64
@@ -130,7 +130,7 @@ func (c *Controller) ValidateVolumeCapabilities(ctx context.Context, r *csi.Vali
 	}
 	u, err := useOf(r.GetVolumeCapabilities())
 	if err == nil {
-		_, err = checkParameters(r.GetParameters())
+		_, err = ParseClass(r.GetParameters())
 	}
 	if err == nil && u.Mode != v.Mode {
 		err = fmt.Errorf("the volume's mode is %s, not %s", v.Mode, u.Mode)
@@ -162,7 +162,7 @@ func (c *Controller) ListVolumes(ctx context.Context, r *csi.ListVolumesRequest)
 }
 
 func (c *Controller) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest) (*csi.GetCapacityResponse, error) {
-	p, err := checkParameters(r.GetParameters())
+	p, err := ParseClass(r.GetParameters())
 	if err != nil {
 		return nil, Answer(err)
 	}
@@ -179,7 +179,7 @@ func (c *Controller) GetCapacity(ctx context.Context, r *csi.GetCapacityRequest)
 			return &csi.GetCapacityResponse{}, nil
 		}
 	}
-	available, maximum, err := c.Volumes.Capacity(ctx, node, p.pool)
+	available, maximum, err := c.Volumes.Capacity(ctx, node, p.Pool)
 	if err != nil {
 		return nil, Answer(err)
 	}
