@@ -16,6 +16,10 @@ BUILDFLAGS ?=
 # for, or loop devices and memory in quantity. They run one after the other.
 WHOLE_MACHINE := ./test/cluster/... ./test/e2e/... ./sanity/...
 
+# Packages whose tests mount: one after the other too, since a namespace that one
+# of them makes would hold what another wants to unmount.
+MOUNTING := ./nodeplugin ./nodeplugin/device ./nodeplugin/mover ./nodeplugin/pool ./nodeplugin/sandbox
+
 .PHONY: help
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -56,7 +60,8 @@ test: deps unit machine ## the whole suite (root): at most 45 minutes on two cor
 
 .PHONY: unit
 unit: ## the tests of single packages
-	@go test -timeout 20m $$(go list ./... | grep -v -e /test/cluster -e /test/e2e -e /sanity -e /test/bench)
+	@go test -timeout 20m $$(go list ./... | grep -v -e /test/cluster -e /test/e2e -e /sanity -e /test/bench | grep -vxF "$$(go list $(MOUNTING))")
+	@go test -timeout 20m -p 1 $(MOUNTING)
 
 .PHONY: machine
 machine: ## the tests that need the whole machine: cluster, user stories, csi-sanity
