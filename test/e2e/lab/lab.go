@@ -43,6 +43,9 @@ const ShellImage = "cluster.test/busybox:1"
 // Node is the name of the cluster's node.
 const Node = "node1"
 
+// BindTimeout is how long the cluster's scheduler waits for a claim to bind before it thinks again.
+const BindTimeout = 15 * time.Second
+
 // Lab is a running cluster with Longshore.
 type Lab struct {
 	client.Client
@@ -64,6 +67,7 @@ func Start(ctx context.Context, log io.Writer, values ...string) (*Lab, error) {
 		Reuse:         l.keep,
 		DieWithParent: !l.keep,
 		Wait:          true,
+		BindTimeout:   BindTimeout,
 		Log:           log,
 	})
 	if err != nil {
