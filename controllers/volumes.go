@@ -7,11 +7,13 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/util/retry"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -296,11 +298,28 @@ func (v *Volumes) delete(ctx context.Context, id string, kind v1alpha1.NodeVolum
 			return fmt.Errorf("delete record %s: %w", id, err)
 		}
 	}
-	if err := v.Agents.Delete(ctx, nv.Spec.Node, id, poolOf(nv), nv.Status.PoolUUID, kind == v1alpha1.KindSnapshot); err != nil {
+	// The reconciler of NodeVolumes sees the deletion too, and the node refuses
+	// whoever comes second for as long as the first takes.
+	var busy error
+	err = wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, deletionPatience, true, func(ctx context.Context) (bool, error) {
+		err := v.Agents.Delete(ctx, nv.Spec.Node, id, poolOf(nv), nv.Status.PoolUUID, kind == v1alpha1.KindSnapshot)
+		if errors.Is(err, csi.ErrBusy) {
+			busy = err
+			return false, nil
+		}
+		return err == nil, err
+	})
+	if wait.Interrupted(err) && busy != nil {
+		return busy
+	}
+	if err != nil {
 		return err
 	}
 	return v.letGo(ctx, id)
 }
+
+// deletionPatience is how long a deletion waits for a node that is busy with the volume.
+const deletionPatience = 5 * time.Second
 
 func (v *Volumes) Get(ctx context.Context, id string) (csi.Volume, error) {
 	nv, err := v.record(ctx, id)
