@@ -56,16 +56,20 @@ generate: ## write everything that is generated
 	@{ echo '# Made by make generate from the markers in controllers/; do not edit.'; cat bin/role.yaml; } > charts/longshore/templates/controller-role.yaml
 
 .PHONY: test
-test: deps unit machine ## the whole suite (root): at most 45 minutes on two cores with empty caches
+test: deps servers unit machine ## the whole suite (root): at most 45 minutes on two cores with empty caches
+
+# First and alone: with empty caches it takes longer than any test may.
+.PHONY: servers
+servers: ## build the test cluster's programs, once
+	@go run ./test/cluster/run build
 
 .PHONY: unit
-unit: ## the tests of single packages
+unit: servers ## the tests of single packages
 	@go test -timeout 20m $$(go list ./... | grep -v -e /test/cluster -e /test/e2e -e /sanity -e /test/bench | grep -vxF "$$(go list $(MOUNTING))")
 	@go test -timeout 20m -p 1 $(MOUNTING)
 
 .PHONY: machine
-machine: ## the tests that need the whole machine: cluster, user stories, csi-sanity
-	@go run ./test/cluster/run build
+machine: servers ## the tests that need the whole machine: cluster, user stories, csi-sanity
 	@go test -timeout 40m -p 1 $(WHOLE_MACHINE)
 
 .PHONY: test-long
