@@ -11,11 +11,10 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"runtime/debug"
 	"strings"
 	"sync"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"github.com/longshore-io/longshore/nodeplugin/blockcopy"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
@@ -250,6 +249,8 @@ func TestRequestsAreFewAndLong(t *testing.T) {
 
 // Whatever a file says, reading it holds no more memory than is promised: here
 // clusters of 2 MiB that claim to be 4 MiB when compressed, by many readers.
+// The file stands still whenever a cluster is read, so that what is counted is
+// what all readers together hold, not what is left to collect.
 func TestMemoryIsBounded(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "bomb.qcow2")
 	f, err := os.Create(path)
@@ -277,41 +278,62 @@ func TestMemoryIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	opened := open(t, path)
-	var before, now runtime.MemStats
-	defer debug.SetGCPercent(debug.SetGCPercent(10)) // what is held, not what is left to collect
-	runtime.GC()
-	runtime.ReadMemStats(&before)
-	stop := make(chan struct{})
-	var peak uint64
-	var watcher, readers sync.WaitGroup
-	watcher.Go(func() {
-		for {
+	blob := blobOf(t, path).(image.Ranged)
+	synctest.Test(t, func(t *testing.T) {
+		file := &gated{Ranged: blob, gate: make(chan struct{})}
+		opened, err := image.Open(t.Context(), file, image.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		before := live()
+		var readers sync.WaitGroup
+		for i := range int64(16) {
+			readers.Go(func() {
+				p := make([]byte, 4096)
+				for k := range int64(4) {
+					opened.Disk.Extents(t.Context(), (i*10+k)*512<<20/2, 1<<20)
+					// Ends in an error, after it has got all 4 MiB.
+					opened.Disk.ReadAtContext(t.Context(), p, (i*10+k)*cluster)
+				}
+			})
+		}
+		done := make(chan struct{})
+		go func() { readers.Wait(); close(done) }()
+		var most int64
+		for reading := true; reading; {
+			synctest.Wait() // until every reader waits: here, or for memory
+			most = max(most, live()-before)
 			select {
-			case <-stop:
-				return
-			case <-time.After(time.Millisecond):
-				runtime.ReadMemStats(&now)
-				peak = max(peak, now.HeapInuse)
+			case file.gate <- struct{}{}:
+			case <-done:
+				reading = false
 			}
 		}
+		// 12 MiB of clusters, 4 MiB of pages, and the readers themselves.
+		t.Logf("16 readers held %d KiB", most>>10)
+		if most < 12<<20 || most > 18<<20 {
+			t.Errorf("16 readers held %d KiB, want from 12 to 18 MiB", most>>10)
+		}
 	})
-	for i := range int64(16) {
-		readers.Go(func() {
-			p := make([]byte, 4096)
-			for k := range int64(4) {
-				// Each read ends in an error, after it has got all 4 MiB.
-				opened.Disk.ReadAtContext(t.Context(), p, (i*10+k)*cluster)
-				opened.Disk.Extents(t.Context(), (i*10+k)*512<<20/2, 1<<20)
-			}
-		})
+}
+
+// gated lets no read of a cluster begin before someone asks at its gate.
+type gated struct {
+	image.Ranged
+	gate chan struct{}
+}
+
+func (g *gated) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	if len(p) > 1<<20 {
+		<-g.gate
 	}
-	readers.Wait()
-	close(stop)
-	watcher.Wait()
-	if held := int64(peak) - int64(before.HeapInuse); held > 32<<20 {
-		t.Errorf("16 readers held %d MiB", held>>20)
-	} else {
-		t.Logf("16 readers held %d MiB", held>>20)
-	}
+	return g.Ranged.ReadAtContext(ctx, p, off)
+}
+
+// live counts the bytes of the heap that something still refers to.
+func live() int64 {
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
 }
