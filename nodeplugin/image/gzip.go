@@ -62,6 +62,8 @@ func (g *gunzip) explain(err error) error {
 	}
 	what := "does not decompress"
 	switch {
+	case errors.Is(err, gzip.ErrHeader) && g.read == 0:
+		what = "has a header that is not valid"
 	case errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
 		what = "is cut short"
 	case errors.Is(err, gzip.ErrHeader):
@@ -96,6 +98,7 @@ const (
 // readAhead reads a ranged blob from beginning to end with several requests in
 // flight, in memory of readAheadDepth pieces.
 type readAhead struct {
+	ctx    context.Context
 	cancel context.CancelFunc
 	queue  chan chan piece
 	now    piece
@@ -110,7 +113,7 @@ type piece struct {
 
 func newReadAhead(ctx context.Context, b Ranged) *readAhead {
 	ctx, cancel := context.WithCancel(ctx)
-	r := &readAhead{cancel: cancel, queue: make(chan chan piece, readAheadDepth-2)}
+	r := &readAhead{ctx: ctx, cancel: cancel, queue: make(chan chan piece, readAheadDepth-2)}
 	go func() {
 		defer close(r.queue)
 		for off := int64(0); off < b.Size(); off += readAheadPiece {
@@ -134,7 +137,10 @@ func (r *readAhead) Read(p []byte) (int, error) {
 	for r.err == nil && r.off == len(r.now.p) {
 		one, ok := <-r.queue
 		if !ok {
-			r.err = io.EOF
+			// What was told to stop has not come to its end.
+			if r.err = context.Cause(r.ctx); r.err == nil {
+				r.err = io.EOF
+			}
 			break
 		}
 		r.now, r.off = <-one, 0

@@ -52,7 +52,7 @@ type Info struct {
 	Format string `json:"format"`
 	// Compression around the image: "gzip", "" for none.
 	Compression string `json:"compression,omitempty"`
-	// ClusterCompression of the qcow2 clusters that are compressed, "zlib" or
+	// ClusterCompression of the clusters or grains that are compressed, "zlib" or
 	// "zstd", "" for none; see Measure.
 	ClusterCompression string `json:"clusterCompression,omitempty"`
 	// VirtualSize is the disk's size in bytes, -1 unknown until it is read.
@@ -104,17 +104,17 @@ func (o *Opened) Measure(ctx context.Context) (Info, error) {
 	if o.Disk == nil || info.AllocatedBytes >= 0 {
 		return info, nil
 	}
-	q, ok := o.Disk.(*qcow2)
+	m, ok := o.Disk.(*mapped)
 	if !ok {
 		return info, nil
 	}
-	data, compressed, err := q.measure(ctx)
+	data, compressed, err := m.measure(ctx)
 	if err != nil {
 		return info, fmt.Errorf("count the allocated bytes: %w", err)
 	}
 	info.AllocatedBytes = data
 	if compressed > 0 {
-		info.ClusterCompression = q.compression()
+		info.ClusterCompression = m.packed.compression()
 	}
 	return info, nil
 }

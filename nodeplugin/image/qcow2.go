@@ -2,19 +2,16 @@ package image
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 	"sync"
 
 	"github.com/klauspost/compress/flate"
 	"github.com/klauspost/compress/zstd"
-	"golang.org/x/sync/semaphore"
 
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
@@ -49,13 +46,6 @@ const (
 	qcow2ReadsZero  = 1 << 0
 	qcow2Subs       = 32 // subclusters of a cluster with an extended L2 entry
 
-	// qcow2Scratch bytes at most are held by reads that can't go straight into
-	// the caller's buffer.
-	qcow2Scratch = 12 << 20
-	// qcow2Span is the longest read of several clusters, qcow2Gap the most
-	// bytes between two clusters that are read over rather than asked apart.
-	qcow2Span = 1 << 20
-	qcow2Gap  = 32 << 10
 	// qcow2Window is the largest zstd window: more than that no cluster can use.
 	qcow2Window = 2 << 20
 )
@@ -243,17 +233,15 @@ func qcow2Extensions(b []byte, from, to int64) qcow2Ext {
 }
 
 func corruptQcow2(format string, args ...any) error {
-	return fault.Terminal(fault.CorruptImage, fmt.Errorf("the qcow2 image is corrupt: %w", fmt.Errorf(format, args...)))
+	return corrupt("qcow2", format, args...)
 }
 
-// qcow2 is an open image. Its memory is bounded whatever the file says: the
-// page cache, and qcow2Scratch for reads.
+// qcow2 is the layout of an open image.
 type qcow2 struct {
 	qcow2Header
-	file  Ranged
-	pages *pageCache
+	fileSize int64
+	pages    *pageCache
 
-	scratch  *semaphore.Weighted
 	inflates sync.Pool // of io.ReadCloser that is a flate.Resetter
 	zstds    sync.Pool // of *zstd.Decoder
 }
@@ -267,16 +255,8 @@ func openQcow2(ctx context.Context, file Ranged) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &qcow2{
-		qcow2Header: h,
-		file:        file,
-		pages:       newPageCache(file),
-		scratch:     semaphore.NewWeighted(qcow2Scratch),
-	}
-	return &Opened{
-		Info: Info{Format: "qcow2", VirtualSize: h.size, AtLeast: h.size, AllocatedBytes: -1, Warnings: h.warnings},
-		Disk: q,
-	}, nil
+	q := &qcow2{qcow2Header: h, fileSize: file.Size(), pages: newPageCache(file)}
+	return openMapped(Info{Format: "qcow2", VirtualSize: h.size, Warnings: h.warnings}, q, file, 1<<h.clusterBits), nil
 }
 
 func (q *qcow2) compression() string {
@@ -286,29 +266,16 @@ func (q *qcow2) compression() string {
 	return "zlib"
 }
 
-func (q *qcow2) Size() int64 { return q.size }
-
-// Grain is the cluster: a compressed one is decoded whole.
-func (q *qcow2) Grain() int64 { return 1 << q.clusterBits }
-
-// segment is a part of the disk that lies in one piece in the file.
-type segment struct {
-	start, length int64 // in the disk
-	kind          extent.Kind
-	compressed    bool
-	host, hostLen int64 // in the file; of the whole cluster when compressed
-	skip          int64 // where a compressed segment starts in its cluster
+func (q *qcow2) window() int64 {
+	if q.zstd {
+		return qcow2Window
+	}
+	return 0
 }
 
-func (s segment) end() int64     { return s.start + s.length }
-func (s segment) hostEnd() int64 { return s.host + s.hostLen }
-
-// walk calls each with the segments of [off, off+n) in order. Segments are no
-// longer than a cluster, save for what has no L2 table.
+// walk is layout's. Segments are no longer than a cluster, save for what has no
+// L2 table.
 func (q *qcow2) walk(ctx context.Context, off, n int64, each func(segment)) error {
-	if off < 0 || n < 0 || n > q.size-off {
-		return fmt.Errorf("%d bytes at %d of a disk of %d", n, off, q.size)
-	}
 	span := q.l2Entries() << q.clusterBits
 	for end := off + n; off < end; {
 		next := end
@@ -325,8 +292,8 @@ func (q *qcow2) walk(ctx context.Context, off, n int64, each func(segment)) erro
 			off = next
 			continue
 		}
-		if cluster := int64(1) << q.clusterBits; table%cluster != 0 || table > q.file.Size()-cluster {
-			return corruptQcow2("the L2 table for byte %d lies at %d of a file of %d bytes with clusters of %d", off, table, q.file.Size(), cluster)
+		if cluster := int64(1) << q.clusterBits; table%cluster != 0 || table > q.fileSize-cluster {
+			return corruptQcow2("the L2 table for byte %d lies at %d of a file of %d bytes with clusters of %d", off, table, q.fileSize, cluster)
 		}
 		if err := q.walkTable(ctx, table, off, next, each); err != nil {
 			return err
@@ -375,10 +342,10 @@ func (q *qcow2) cluster(entry, bitmap uint64, off, end int64, each func(segment)
 		bits := 62 - (q.clusterBits - 8)
 		s.host = int64(entry & (1<<bits - 1))
 		sectors := int64(entry >> bits & (1<<(q.clusterBits-8) - 1))
-		if s.host >= q.file.Size() {
-			return corruptQcow2("the compressed cluster for byte %d lies at %d of a file of %d bytes", off, s.host, q.file.Size())
+		if s.host >= q.fileSize {
+			return corruptQcow2("the compressed cluster for byte %d lies at %d of a file of %d bytes", off, s.host, q.fileSize)
 		}
-		s.hostLen = min((sectors+1)*512-s.host&511, q.file.Size()-s.host)
+		s.hostLen = min((sectors+1)*512-s.host&511, q.fileSize-s.host)
 		s.kind, s.compressed, s.skip = extent.Data, true, in
 		each(s)
 		return nil
@@ -400,7 +367,7 @@ func (q *qcow2) cluster(entry, bitmap uint64, off, end int64, each func(segment)
 	default:
 		s.kind = extent.Data
 		s.host, s.hostLen = host+in, s.length
-		if s.hostEnd() > q.file.Size() {
+		if s.hostEnd() > q.fileSize {
 			return q.cutShort(s)
 		}
 	}
@@ -425,7 +392,7 @@ func (q *qcow2) subclusters(host int64, bitmap uint64, off, end int64, each func
 		case allocated&bit != 0:
 			s.kind = extent.Data
 			s.host, s.hostLen = host+in, s.length
-			if s.hostEnd() > q.file.Size() {
+			if s.hostEnd() > q.fileSize {
 				return q.cutShort(s)
 			}
 		case reads&bit != 0:
@@ -438,100 +405,11 @@ func (q *qcow2) subclusters(host int64, bitmap uint64, off, end int64, each func
 }
 
 func (q *qcow2) cutShort(s segment) error {
-	return corruptQcow2("the data for byte %d lie at %d to %d of a file of %d bytes: the file is cut short, upload it again", s.start, s.host, s.hostEnd(), q.file.Size())
+	return corruptQcow2("the data for byte %d lie at %d to %d of a file of %d bytes: the file is cut short, upload it again", s.start, s.host, s.hostEnd(), q.fileSize)
 }
 
-func (q *qcow2) Extents(ctx context.Context, off, n int64) ([]extent.Extent, error) {
-	var list []extent.Extent
-	err := q.walk(ctx, off, n, func(s segment) {
-		list = extent.Append(list, extent.Extent{Start: s.start, Length: s.length, Kind: s.kind})
-	})
-	return list, err
-}
-
-// measure counts the bytes of the disk that have data, and those of them that
-// are compressed.
-func (q *qcow2) measure(ctx context.Context) (data, compressed int64, err error) {
-	err = q.walk(ctx, 0, q.size, func(s segment) {
-		if s.kind == extent.Data {
-			data += s.length
-		}
-		if s.compressed {
-			compressed += s.length
-		}
-	})
-	return data, compressed, err
-}
-
-func (q *qcow2) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
-	var read []segment
-	err := q.walk(ctx, off, int64(len(p)), func(s segment) {
-		if s.kind != extent.Data {
-			clear(p[s.start-off : s.end()-off])
-			return
-		}
-		if n := len(read); n > 0 && !s.compressed && !read[n-1].compressed && read[n-1].end() == s.start && read[n-1].hostEnd() == s.host {
-			read[n-1].length += s.length
-			read[n-1].hostLen += s.hostLen
-			return
-		}
-		read = append(read, s)
-	})
-	if err != nil {
-		return 0, err
-	}
-	slices.SortFunc(read, func(a, b segment) int { return cmp.Compare(a.host, b.host) })
-	for len(read) > 0 {
-		n, end := 1, read[0].hostEnd()
-		for n < len(read) && read[n].host-end <= qcow2Gap && read[n].hostEnd()-read[0].host <= qcow2Span {
-			end = max(end, read[n].hostEnd())
-			n++
-		}
-		if err := q.readRun(ctx, read[:n], end, p, off); err != nil {
-			return 0, err
-		}
-		read = read[n:]
-	}
-	return len(p), nil
-}
-
-// readRun fills the parts of p, the disk's bytes at off, that run describes:
-// segments in order of the file, which end before end.
-func (q *qcow2) readRun(ctx context.Context, run []segment, end int64, p []byte, off int64) error {
-	if len(run) == 1 && !run[0].compressed {
-		s := run[0]
-		_, err := readExactly(ctx, q.file, p[s.start-off:s.end()-off], s.host)
-		return err
-	}
-	start := run[0].host
-	weight := end - start
-	if q.zstd {
-		weight += qcow2Window
-	}
-	if err := q.scratch.Acquire(ctx, weight); err != nil {
-		return err
-	}
-	defer q.scratch.Release(weight)
-	buf := scratch(int(end - start))
-	defer free(buf)
-	if _, err := readExactly(ctx, q.file, buf, start); err != nil {
-		return err
-	}
-	for _, s := range run {
-		in, out := buf[s.host-start:s.hostEnd()-start], p[s.start-off:s.end()-off]
-		if !s.compressed {
-			copy(out, in)
-			continue
-		}
-		if err := q.decode(out, in, s.skip); err != nil {
-			return corruptQcow2("the compressed cluster for byte %d, %d bytes at %d, does not decompress: %w", s.start, s.hostLen, s.host, err)
-		}
-	}
-	return nil
-}
-
-// decode fills out from the decompressed bytes of in behind skip. What lies
-// behind the compressed data, up to the end of a sector, is another cluster's.
+// decode is packed's. What lies behind the compressed data in in, up to the end
+// of a sector, is another cluster's.
 func (q *qcow2) decode(out, in []byte, skip int64) error {
 	var r io.Reader
 	if q.zstd {
@@ -574,20 +452,4 @@ func unexpected(err error) error {
 		return io.ErrUnexpectedEOF
 	}
 	return err
-}
-
-// scratches holds buffers of qcow2Span bytes.
-var scratches = sync.Pool{New: func() any { return new([qcow2Span]byte) }}
-
-func scratch(n int) []byte {
-	if n > qcow2Span {
-		return make([]byte, n)
-	}
-	return scratches.Get().(*[qcow2Span]byte)[:n]
-}
-
-func free(b []byte) {
-	if cap(b) == qcow2Span {
-		scratches.Put((*[qcow2Span]byte)(b[:qcow2Span]))
-	}
 }
