@@ -121,6 +121,7 @@ func TestRecognise(t *testing.T) {
 		{"tar in gzip", zipped(at(4096, 257, "ustar")), "", fault.FormatNotSupported, "tar"},
 		{"qcow2 in gzip", zipped(at(4096, 0, "QFI\xfb\x00\x00\x00\x03")), "", fault.FormatNotSupported, "qcow2 image inside gzip"},
 		{"gzip in gzip", zipped(zipped(boot)), "", fault.FormatNotSupported, "gzip image inside gzip"},
+		{"gzip of another method", []byte("\x1f\x8b\x07\x00\x00\x00\x00\x00\x00\x03"), "", fault.CorruptImage, "a header that is not valid"},
 		{"gzip without a header", []byte("\x1f\x8b\x08"), "", fault.CorruptImage, "cut short"},
 	} {
 		t.Run(row.name, func(t *testing.T) {
@@ -152,23 +153,6 @@ func TestRecognise(t *testing.T) {
 				}
 			}
 		})
-	}
-}
-
-// What is named raw is not looked into, and a wrong name is told.
-func TestFormatIsNamed(t *testing.T) {
-	zeros := make([]byte, 1<<20)
-	for _, b := range []Blob{&blob{b: zeros}, oneWay{bytes.NewReader(zeros), -1}, &blob{}} {
-		opened, err := Open(t.Context(), b, Options{Format: "raw"})
-		if err != nil || opened.Info.Format != "raw" || opened.Info.VirtualSize != b.Size() {
-			t.Errorf("%T: %+v, %v", b, opened, err)
-		}
-	}
-	boot := at(1<<20, 510, "\x55\xaa")
-	for _, b := range []Blob{&blob{b: boot}, oneWay{bytes.NewReader(boot), -1}} {
-		if _, err := Open(t.Context(), b, Options{Format: "qcow2"}); fault.Of(err).Reason != fault.NotADiskImage {
-			t.Errorf("%T named qcow2 and being raw: %v", b, err)
-		}
 	}
 }
 
@@ -228,6 +212,29 @@ func TestBrokenGzip(t *testing.T) {
 	}
 	if err := opened.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// A stream that is told to stop has not come to its end: else a disk of which
+// the rest is missing would be taken for whole, or for corrupt.
+func TestStoppedGzipIsNotAtItsEnd(t *testing.T) {
+	content := make([]byte, 8<<20)
+	rand.NewChaCha8([32]byte{3}).Read(content)
+	copy(content[510:], "\x55\xaa")
+	whole := zipped(content)
+	for range 20 {
+		ctx, cancel := context.WithCancel(t.Context())
+		opened, err := Open(ctx, &blob{b: whole}, Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		if n, err := io.Copy(io.Discard, opened.Stream); !errors.Is(err, context.Canceled) {
+			t.Errorf("after %d bytes: got %v, want %v", n, err, context.Canceled)
+		}
+		if err := opened.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }
 
@@ -410,6 +417,25 @@ func TestHostileTables(t *testing.T) {
 	}
 }
 
+// Few bytes can claim tables that take days to read: here 2^26 entries in
+// 256 KiB, and 2^40 would need no more than 36 MiB.
+func TestMeasureOfSharedTables(t *testing.T) {
+	b := header()
+	put64(b, 24, 4<<40)
+	put32(b, 36, 8<<10)
+	for i := range 8 << 10 {
+		put64(b, 64<<10+8*i, 192<<10)
+	}
+	opened, err := Open(t.Context(), &blob{b: b}, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = opened.Measure(t.Context())
+	if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != fault.CorruptImage || !strings.Contains(err.Error(), "196608") {
+		t.Errorf("got %v, want a terminal %s that names the table at 196608", err, fault.CorruptImage)
+	}
+}
+
 // word is a patch of a fuzzed image: eight bytes at a multiple of eight.
 func word(at int, v uint64) []byte {
 	return binary.BigEndian.AppendUint64(binary.BigEndian.AppendUint16(nil, uint16(at/8)), v)
@@ -465,6 +491,40 @@ func FuzzQcow2(f *testing.F) {
 				t.Fatalf("read %d of %d bytes at %d without an error", m, n, off)
 			} else if err != nil && !fault.Of(err).Terminal {
 				t.Fatalf("reading says %v, which is not terminal", err)
+			}
+		}
+	})
+}
+
+// FuzzOpen opens bytes as an image of any kind, and the same in gzip, and reads
+// what that gives: no crash, and every error says that trying again is useless.
+func FuzzOpen(f *testing.F) {
+	boot := at(2048, 510, "\x55\xaa")
+	for _, b := range [][]byte{
+		nil, boot, at(4096, 1080, "\x53\xef"), header()[:4096], zipped(boot), zipped(boot, boot[:7], nil), zipped(boot)[:40],
+		append(zipped(boot), 0, 0, 0), []byte("\x1f\x8b\x08\x1c\x00\x00\x00\x00\x00\x03\xff\xffextra"),
+		[]byte("# Disk DescriptorFile\n"), []byte("<html>"), []byte("{\"a\": 1}"), []byte("\xef\xbb\xbf\xff"),
+	} {
+		f.Add(b)
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		for _, b := range []Blob{&blob{b: b}, oneWay{bytes.NewReader(b), -1}, &blob{b: zipped(b)}} {
+			opened, err := Open(t.Context(), b, Options{})
+			if err != nil {
+				if !fault.Of(err).Terminal {
+					t.Errorf("%T: opening says %v, which is not terminal", b, err)
+				}
+				continue
+			}
+			if opened.Stream != nil {
+				if _, err := io.Copy(io.Discard, io.LimitReader(opened.Stream, 16<<20)); err != nil && !fault.Of(err).Terminal {
+					t.Errorf("%T: reading says %v, which is not terminal", b, err)
+				}
+			} else if _, err := opened.Measure(t.Context()); err != nil && !fault.Of(err).Terminal {
+				t.Errorf("%T: measuring says %v, which is not terminal", b, err)
+			}
+			if err := opened.Close(); err != nil {
+				t.Error(err)
 			}
 		}
 	})

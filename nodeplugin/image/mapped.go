@@ -43,6 +43,14 @@ type packed interface {
 	window() int64
 }
 
+// boastful is a layout in which few bytes can claim more tables than a day
+// suffices to read.
+type boastful interface {
+	layout
+	// honest returns an error where there are more tables than the file has room for.
+	honest(ctx context.Context) error
+}
+
 // segment is a part of the disk that lies in one piece in the file.
 type segment struct {
 	start, length int64 // in the disk
@@ -97,8 +105,13 @@ func (m *mapped) Extents(ctx context.Context, off, n int64) ([]extent.Extent, er
 }
 
 // measure counts the bytes of the disk that have data, and those of them that
-// are compressed.
+// are compressed. Every table is read for that.
 func (m *mapped) measure(ctx context.Context) (data, compressed int64, err error) {
+	if b, ok := m.layout.(boastful); ok {
+		if err := b.honest(ctx); err != nil {
+			return 0, 0, err
+		}
+	}
 	err = m.walk(ctx, 0, m.size, func(s segment) {
 		if s.kind == extent.Data {
 			data += s.length
@@ -155,6 +168,7 @@ func (m *mapped) readRun(ctx context.Context, run []segment, end int64, p []byte
 	if m.packed != nil {
 		weight += m.packed.window()
 	}
+	weight = min(weight, mappedScratch) // nobody ever gets more: a longer run has all to itself
 	if err := m.scratch.Acquire(ctx, weight); err != nil {
 		return err
 	}

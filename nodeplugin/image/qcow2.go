@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"sync"
 
@@ -406,6 +407,29 @@ func (q *qcow2) subclusters(host int64, bitmap uint64, off, end int64, each func
 
 func (q *qcow2) cutShort(s segment) error {
 	return corruptQcow2("the data for byte %d lie at %d to %d of a file of %d bytes: the file is cut short, upload it again", s.start, s.host, s.hostEnd(), q.fileSize)
+}
+
+// honest is boastful's: no two parts of the disk share an L2 table, as no writer
+// has them do. It takes up to qcow2MaxL1Bytes of memory.
+func (q *qcow2) honest(ctx context.Context) error {
+	span := q.l2Entries() << q.clusterBits
+	var tables []uint64
+	for off := int64(0); off < q.size; off += span {
+		l1, err := q.pages.uint64(ctx, q.l1Offset+off/span*8)
+		if err != nil {
+			return fmt.Errorf("read the L1 table: %w", err)
+		}
+		if table := l1 & qcow2OffsetMask; table != 0 {
+			tables = append(tables, table)
+		}
+	}
+	slices.Sort(tables)
+	for i := 1; i < len(tables); i++ {
+		if tables[i] == tables[i-1] {
+			return corruptQcow2("two parts of the disk have their L2 table at %d", tables[i])
+		}
+	}
+	return nil
 }
 
 // decode is packed's. What lies behind the compressed data in in, up to the end
