@@ -92,6 +92,7 @@ const (
 )
 
 // Copy writes the whole of src to the start of dst and leaves zeros behind it.
+// What dst does not do is a fault; errors of src and the Ledger keep their class.
 //
 // A target smaller than the source is a fault ImageTooLarge before anything is
 // written. When Copy returns nil everything is written, but not flushed.
@@ -334,7 +335,7 @@ func CopyStream(ctx context.Context, dst Target, r io.Reader, o Options) (int64,
 					}
 					present = old[:c.padded(p.n, p.off)]
 					if n, err := dst.ReadAt(present, p.off); err != nil && (n < len(present) || !errors.Is(err, io.EOF)) {
-						return fmt.Errorf("read %d bytes at %d of the target, got %d: %w", len(present), p.off, n, err)
+						return targetError(fmt.Sprintf("read %d bytes at %d of the target, got %d", len(present), p.off, n), err)
 					}
 				}
 				if err := c.write(p.buf, p.n, p.off, present); err != nil {
@@ -460,9 +461,9 @@ func (c *copier) write(buf []byte, n int, off int64, old []byte) error {
 		switch {
 		case k == data:
 			if m, err := c.dst.WriteAt(p[from:to], at); err != nil {
-				return writeError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), err)
+				return targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), err)
 			} else if m < to-from {
-				return fmt.Errorf("write %d bytes at %d, wrote %d: %w", to-from, at, m, io.ErrShortWrite)
+				return targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), io.ErrShortWrite)
 			}
 		case k == zero && old != nil: // the target holds something else here
 			if err := c.clear(at, int64(to-from)); err != nil {
@@ -489,7 +490,7 @@ func (c *copier) zero(off, n int64) error {
 func (c *copier) clear(off, n int64) error {
 	end := min(roundUp(off+n, int64(c.dst.Align())), c.dst.Size())
 	if err := c.dst.Zero(off, end-off); err != nil {
-		return writeError(fmt.Sprintf("zero %d bytes at %d", end-off, off), err)
+		return targetError(fmt.Sprintf("zero %d bytes at %d", end-off, off), err)
 	}
 	return nil
 }
@@ -517,13 +518,13 @@ func tooLarge(what string, need, have int64) error {
 		fmt.Errorf("%s does not fit into a target of %d bytes: ask for at least %d bytes (spec.resources.requests.storage of the claim)", what, have, need))
 }
 
-// writeError words a failed write; a full disk may have room later.
-func writeError(deed string, err error) error {
-	err = fmt.Errorf("%s: %w", deed, err)
+// targetError words what the target does not do; a full disk may have room
+// later, and a broken one may be replaced.
+func targetError(deed string, err error) error {
 	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
-		return fault.Transient(fault.NoSpace, fmt.Errorf("%w: free space where the target lies", err))
+		return fault.Transient(fault.NoSpace, fmt.Errorf("%s: %w: free space where the target lies", deed, err))
 	}
-	return err
+	return fault.Transient(fault.TargetError, fmt.Errorf("%s: %w: check the disk that the target lies on", deed, err))
 }
 
 var zeros [block]byte

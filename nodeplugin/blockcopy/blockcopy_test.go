@@ -84,8 +84,8 @@ type target struct {
 	t     testing.TB
 	align int64
 	data  []byte
-	known bool // the target was zero: no zero block may be written, nothing zeroed
-	full  bool
+	known bool  // the target was zero: no zero block may be written, nothing zeroed
+	fails error // of every write
 
 	mu     sync.Mutex
 	wrote  int64
@@ -115,8 +115,8 @@ func (g *target) WriteAt(p []byte, off int64) (int, error) {
 	if uintptr(unsafe.Pointer(unsafe.SliceData(p)))%uintptr(g.align) != 0 {
 		g.t.Errorf("write from a buffer at %p, want a multiple of %d", p, g.align)
 	}
-	if g.full {
-		return 0, &fsError{syscall.ENOSPC}
+	if g.fails != nil {
+		return 0, &fsError{g.fails}
 	}
 	for at := 0; g.known && at+block <= len(p); at += block {
 		if isZero(p[at : at+block]) {
@@ -347,7 +347,7 @@ func TestCopyEndsWithErrors(t *testing.T) {
 			return nil
 		}, boom},
 		{"a full target", func(ctx context.Context, dst *target) error {
-			dst.full = true
+			dst.fails = syscall.ENOSPC
 			return Copy(ctx, dst, whole(), Options{})
 		}, syscall.ENOSPC},
 		{"a ledger that fails", func(ctx context.Context, dst *target) error {
@@ -373,8 +373,10 @@ func TestCopyEndsWithErrors(t *testing.T) {
 			}
 		})
 	}
-	if f := fault.Of(Copy(t.Context(), &target{t: t, align: 1, data: make([]byte, 8<<20), full: true}, whole(), Options{})); f.Reason != "NoSpace" || f.Terminal {
-		t.Errorf("a full target is %s (terminal %v), want a transient NoSpace", f.Reason, f.Terminal)
+	for err, reason := range map[error]string{syscall.ENOSPC: fault.NoSpace, syscall.EDQUOT: fault.NoSpace, syscall.EIO: fault.TargetError} {
+		if f := fault.Of(Copy(t.Context(), &target{t: t, align: 1, data: make([]byte, 8<<20), fails: err}, whole(), Options{})); f.Reason != reason || f.Terminal {
+			t.Errorf("a target with %v is %s (terminal %v), want a transient %s", err, f.Reason, f.Terminal, reason)
+		}
 	}
 }
 

@@ -197,7 +197,7 @@ func unchanged(ctx context.Context, j Job, f Facts, disk image.Disk, target bloc
 			return fmt.Errorf("read %d bytes at %d of the source again: %w", p.Length, p.Start, err)
 		}
 		if _, err := target.ReadAt(got, p.Start); err != nil && !errors.Is(err, io.EOF) {
-			return fmt.Errorf("read %d bytes at %d of the target: %w", p.Length, p.Start, err)
+			return fault.Transient(fault.TargetError, fmt.Errorf("read %d bytes at %d of the target: %w: check the disk that it lies on", p.Length, p.Start, err))
 		}
 		if !bytes.Equal(want, got) {
 			return fault.Transient(fault.SourceChanged, fmt.Errorf("the source says that it is %s as before, but its %d bytes at %d differ from what was copied", describe(f.Validator), p.Length, p.Start))
