@@ -2,8 +2,10 @@ package peers
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -31,13 +33,63 @@ type Misdeed func(w http.ResponseWriter, r *http.Request, well http.Handler)
 func Faulty(t testing.TB, content []byte, plan func(n int, r *http.Request) Misdeed) *FaultyServer {
 	t.Helper()
 	s := &FaultyServer{content: content, plan: plan}
-	s.Server = httptest.NewServer(s)
+	s.start(t, httptest.NewServer(s))
+	return s
+}
+
+// FaultyInMemory is Faulty without a network, for tests with synctest's clock:
+// dial connects to it, whatever the address.
+func FaultyInMemory(t testing.TB, content []byte, plan func(n int, r *http.Request) Misdeed) (_ *FaultyServer, dial func(context.Context, string, string) (net.Conn, error)) {
+	t.Helper()
+	s, l := &FaultyServer{content: content, plan: plan}, &pipes{conns: make(chan net.Conn), closed: make(chan struct{})}
+	server := &httptest.Server{Listener: l, Config: &http.Server{Handler: s}}
+	server.Start()
+	s.start(t, server)
+	return s, l.dial
+}
+
+func (s *FaultyServer) start(t testing.TB, server *httptest.Server) {
+	s.Server = server
 	t.Cleanup(func() {
 		s.CloseClientConnections()
 		s.Close()
 	})
-	return s
 }
+
+// pipes is a listener whose connections are pipes in memory.
+type pipes struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+func (l *pipes) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	ours, theirs := net.Pipe()
+	select {
+	case l.conns <- theirs:
+		return ours, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (l *pipes) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *pipes) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return nil
+}
+
+func (l *pipes) Addr() net.Addr { return &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 80} }
 
 // Set changes what is served.
 func (s *FaultyServer) Set(content []byte) {
@@ -166,4 +218,16 @@ func (h *header) WriteHeader(code int) {
 func Whole(w http.ResponseWriter, r *http.Request, well http.Handler) {
 	r.Header.Del("Range")
 	well.ServeHTTP(w, r)
+}
+
+// Shorter answers with the first n bytes of the range that is asked for, which
+// a server may do.
+func Shorter(n int64) Misdeed {
+	return func(w http.ResponseWriter, r *http.Request, well http.Handler) {
+		var first, last int64
+		if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last); err == nil {
+			r.Header.Set("Range", fmt.Sprintf("bytes=%d-%d", first, min(last, first+n-1)))
+		}
+		well.ServeHTTP(w, r)
+	}
 }

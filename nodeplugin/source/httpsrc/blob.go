@@ -104,8 +104,8 @@ func (b *blob) page(a *answer) error {
 const openTries = 2
 
 // retry repeats try until it returns nil or an error that trying again does not
-// mend, at most most times; after news (bytes that no earlier try brought) it
-// counts anew.
+// mend, at most most times; after news (as many bytes that no earlier try brought
+// as are the least acceptable) it counts anew.
 func (b *blob) retry(ctx context.Context, most int, try func() (news bool, err error)) error {
 	wait := b.limits.backoff
 	for tries := 1; ; tries++ {
@@ -179,11 +179,16 @@ func (b *ranged) ReadAtContext(ctx context.Context, p []byte, off int64) (int, e
 	if n == len(p) {
 		return n, end
 	}
+	var fresh int64 // since the last news: a byte at a time is none, it would go on for ever
 	for n < len(p) {
 		err := b.retry(ctx, b.limits.tries, func() (bool, error) {
 			m, err := b.read(ctx, p[n:], off+int64(n))
 			n += m
-			return m > 0, err
+			if fresh += int64(m); fresh < b.limits.progress {
+				return false, err
+			}
+			fresh = 0
+			return true, err
 		})
 		if err != nil {
 			return n, err
@@ -230,6 +235,9 @@ func (b *ranged) read(ctx context.Context, p []byte, off int64) (int, error) {
 	n, err := io.ReadFull(a.body, p)
 	if err != nil {
 		return n, b.short(err, off, int64(n), int64(len(p)))
+	}
+	if r.end < last && int64(n) < b.limits.progress {
+		return n, b.odd(a, "was asked for %d bytes at %d and answers with %d only", last-off+1, off, n)
 	}
 	return n, nil
 }
@@ -347,7 +355,22 @@ func (b *blob) refused(a *answer) error {
 
 // validatorOf reads what the server says about the content.
 func validatorOf(h http.Header, size int64) source.Validator {
-	return source.Validator{Size: size, ETag: h.Get("ETag"), LastModified: h.Get("Last-Modified")}
+	return source.Validator{Size: size, ETag: tag(h, "ETag"), LastModified: tag(h, "Last-Modified")}
+}
+
+// tag returns a header's value, or none where it could not be kept and compared
+// as it is: too long for a record, or not plain text.
+func tag(h http.Header, name string) string {
+	v := h.Get(name)
+	for _, c := range []byte(v) {
+		if c < ' ' || c > '~' {
+			return ""
+		}
+	}
+	if len(v) > maxTag {
+		return ""
+	}
+	return v
 }
 
 // contentBytes is a parsed Content-Range; total is -1 for "*", and start and

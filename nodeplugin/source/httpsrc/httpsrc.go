@@ -77,7 +77,7 @@ type limits struct {
 	header   time.Duration // until the answer's header
 	window   time.Duration // in each window of this length ...
 	progress int64         // ... at least so many bytes of a body must come
-	tries    int           // of one range that brings nothing new
+	tries    int           // of one range, each of which brings less than progress
 	backoff  time.Duration // before the second try; doubles up to 5 s
 }
 
@@ -90,6 +90,10 @@ const (
 	maxWait = 30 * time.Second
 	// headBytes are asked for to learn the size, and kept.
 	headBytes = 64 << 10
+	// maxHeader bounds the header of an answer; each connection may hold one.
+	maxHeader = 64 << 10
+	// maxTag is the longest validator that is believed.
+	maxTag = 256
 )
 
 // open learns the size and the validator from a request for the first bytes: a
@@ -150,11 +154,11 @@ func newServer(p Params, dial source.Dialer, l limits) (*server, error) {
 		name, value, ok := strings.Cut(line, ":")
 		name, value = textproto.CanonicalMIMEHeaderKey(strings.TrimSpace(name)), strings.TrimSpace(value)
 		if !ok || name == "" || strings.ContainsAny(name, " \t\r\n") || strings.ContainsAny(value, "\r\n\x00") {
-			return fault.Terminal(fault.InvalidSource, errors.New(`a header is not of the form "Name: value": correct spec.source.http.extraHeaders or the secrets in secretExtraHeaders`))
+			return fault.Terminal(fault.InvalidSource, errors.New(`a header is not of the form "Name: value": correct spec.source.http.extraHeaders or the secrets in spec.source.http.secretExtraHeaders`))
 		}
 		switch name {
 		case "Range", "If-Match", "If-None-Match", "If-Range", "If-Modified-Since", "If-Unmodified-Since", "Accept-Encoding", "Connection", "Content-Length", "Transfer-Encoding":
-			return fault.Terminal(fault.InvalidSource, fmt.Errorf("the header %s is set by the transfer itself: remove it from spec.source.http.extraHeaders or secretExtraHeaders", name))
+			return fault.Terminal(fault.InvalidSource, fmt.Errorf("the header %s is set by the transfer itself: remove it from spec.source.http.extraHeaders or spec.source.http.secretExtraHeaders", name))
 		case "Authorization", "Cookie", "Proxy-Authorization":
 			hidden = true
 		}
@@ -199,9 +203,10 @@ func newServer(p Params, dial source.Dialer, l limits) (*server, error) {
 		TLSHandshakeTimeout: l.header,
 		DisableCompression:  true,
 		// HTTP/1.1 only: parallel ranges want connections of their own.
-		TLSNextProto:        map[string]func(string, *tls.Conn) http.RoundTripper{},
-		MaxIdleConnsPerHost: 32,
-		IdleConnTimeout:     time.Minute,
+		TLSNextProto:           map[string]func(string, *tls.Conn) http.RoundTripper{},
+		MaxIdleConnsPerHost:    32,
+		MaxResponseHeaderBytes: maxHeader,
+		IdleConnTimeout:        time.Minute,
 	}
 	return s, nil
 }

@@ -15,6 +15,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/longshore-io/longshore/nodeplugin/fault"
@@ -23,8 +24,9 @@ import (
 	"github.com/longshore-io/longshore/test/peers"
 )
 
-// hasty waits so short that tests of what takes long end soon.
-var hasty = limits{header: 300 * time.Millisecond, window: 300 * time.Millisecond, progress: 64 << 10, tries: 4, backoff: time.Millisecond}
+// hasty is soon back after an error. Tests of what takes long have a clock of
+// their own, so that a busy machine is not taken for a slow server.
+var hasty = limits{header: 30 * time.Second, window: 30 * time.Second, progress: 64 << 10, tries: 4, backoff: time.Millisecond}
 
 func params(t *testing.T, p Params) json.RawMessage {
 	t.Helper()
@@ -114,6 +116,9 @@ func TestMisdeedsInTheMiddle(t *testing.T) {
 	}{
 		{"cut once", []peers.Misdeed{peers.Cut(100_000)}, "", false},
 		{"cut often, with news each time", []peers.Misdeed{peers.Cut(100_000), peers.Cut(100_000), peers.Cut(100_000), peers.Cut(100_000), peers.Cut(50_000), peers.Cut(50_000), peers.Cut(1000)}, "", false},
+		{"cut for ever, a byte each time", repeat(peers.Cut(1), 4), fault.ConnectionFailed, false},
+		{"shorter ranges", repeat(peers.Shorter(100_000), 7), "", false},
+		{"a byte of each range", repeat(peers.Shorter(1), 4), fault.ServerError, false},
 		{"cut for ever at nothing", repeat(peers.Cut(0), 4), fault.ConnectionFailed, false},
 		{"stall", []peers.Misdeed{peers.Stall(50_000)}, "", false},
 		{"stall for ever", repeat(peers.Stall(0), 4), fault.TooSlow, false},
@@ -140,18 +145,13 @@ func TestMisdeedsInTheMiddle(t *testing.T) {
 		{"the whole file, then well", []peers.Misdeed{peers.Whole}, "", false},
 		{"the whole file for ever", repeat(peers.Whole, 4), fault.ServerError, false},
 	} {
-		t.Run(row.name, func(t *testing.T) {
-			t.Parallel()
-			s := peers.Faulty(t, content, func(n int, _ *http.Request) peers.Misdeed {
+		bubble(t, row.name, func(t *testing.T) {
+			blob := openFaulty(t, content, func(n int) peers.Misdeed {
 				if n -= 2; n >= 0 && n < len(row.misdeeds) {
 					return row.misdeeds[n]
 				}
 				return nil
 			})
-			blob, err := openURL(t, hasty, Params{URL: s.URL + "/image"})
-			if err != nil {
-				t.Fatal(err)
-			}
 			p := make([]byte, 700_000)
 			n, err := blob.(source.Ranged).ReadAtContext(t.Context(), p, 200_000)
 			if row.reason == "" {
@@ -169,6 +169,23 @@ func TestMisdeedsInTheMiddle(t *testing.T) {
 			}
 		})
 	}
+}
+
+// bubble runs a test with a clock of its own.
+func bubble(t *testing.T, name string, f func(*testing.T)) {
+	t.Run(name, func(t *testing.T) { synctest.Test(t, f) })
+}
+
+// openFaulty opens what a server in memory serves.
+func openFaulty(t *testing.T, content []byte, plan func(n int) peers.Misdeed) source.Blob {
+	t.Helper()
+	s, dial := peers.FaultyInMemory(t, content, func(n int, _ *http.Request) peers.Misdeed { return plan(n) })
+	blob, err := open(t.Context(), dial, params(t, Params{URL: s.URL + "/image"}), hasty)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { blob.Close() })
+	return blob
 }
 
 func repeat(m peers.Misdeed, n int) []peers.Misdeed {
@@ -416,73 +433,87 @@ func TestConnectionsAreUsedAgain(t *testing.T) {
 
 // A body that is cut short is no end of a stream.
 func TestStreamCutShort(t *testing.T) {
-	s := peers.Faulty(t, sourcetest.Content(5, 1<<20), func(n int, _ *http.Request) peers.Misdeed {
-		return func(w http.ResponseWriter, r *http.Request, well http.Handler) {
-			r.Header.Del("Range")
-			if n > 1 {
-				peers.Cut(300_000)(w, r, well)
+	synctest.Test(t, func(t *testing.T) {
+		blob := openFaulty(t, sourcetest.Content(5, 1<<20), func(n int) peers.Misdeed {
+			if n == 1 {
+				return peers.Whole
 			}
-			well.ServeHTTP(w, r)
+			return peers.Cut(300_000)
+		})
+		r, err := blob.(source.OneWay).Stream(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close()
+		n, err := io.Copy(io.Discard, r)
+		if f := fault.Of(err); f == nil || f.Terminal || f.Reason != fault.ConnectionFailed {
+			t.Errorf("read %d bytes and got %v, want a transient %s", n, err, fault.ConnectionFailed)
 		}
 	})
-	blob, err := openURL(t, hasty, Params{URL: s.URL})
-	if err != nil {
-		t.Fatal(err)
-	}
-	r, err := blob.(source.OneWay).Stream(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	n, err := io.Copy(io.Discard, r)
-	if f := fault.Of(err); f == nil || f.Terminal || f.Reason != fault.ConnectionFailed {
-		t.Errorf("read %d bytes and got %v, want a transient %s", n, err, fault.ConnectionFailed)
-	}
 }
 
 // While the reader of a stream is busy elsewhere, the server is not blamed.
 func TestReaderMayPause(t *testing.T) {
-	s := peers.Nginx(t, peers.NginxOptions{NoRanges: true})
-	blob, err := openURL(t, hasty, Params{URL: s.Put("image", sourcetest.Content(6, 16<<20))})
-	if err != nil {
-		t.Fatal(err)
-	}
-	r, err := blob.(source.OneWay).Stream(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	if _, err := io.ReadFull(r, make([]byte, 1000)); err != nil {
-		t.Fatal(err)
-	}
-	<-time.After(3 * hasty.window) // the pause is what is tested
-	if n, err := io.Copy(io.Discard, r); err != nil || n != 16<<20-1000 {
-		t.Errorf("after a pause: %d bytes, %v", n, err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		blob := openFaulty(t, sourcetest.Content(6, 4<<20), func(int) peers.Misdeed { return peers.Whole })
+		r, err := blob.(source.OneWay).Stream(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close()
+		if _, err := io.ReadFull(r, make([]byte, 1000)); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Hour) // the pause is what is tested; the clock is the bubble's
+		if n, err := io.Copy(io.Discard, r); err != nil || n != 4<<20-1000 {
+			t.Errorf("after a pause: %d bytes, %v", n, err)
+		}
+	})
 }
 
 func TestReadsEndWithTheBlob(t *testing.T) {
-	s := peers.Faulty(t, sourcetest.Content(7, 1<<20), func(n int, _ *http.Request) peers.Misdeed {
-		if n > 1 {
-			return peers.Silent
+	synctest.Test(t, func(t *testing.T) {
+		blob := openFaulty(t, sourcetest.Content(7, 1<<20), func(n int) peers.Misdeed {
+			if n > 1 {
+				return peers.Silent
+			}
+			return nil
+		})
+		end := make(chan error, 1)
+		go func() {
+			_, err := blob.(source.Ranged).ReadAtContext(t.Context(), make([]byte, 1000), 500_000)
+			end <- err
+		}()
+		synctest.Wait() // until the read waits for the server
+		blob.Close()
+		if err := <-end; !errors.Is(err, net.ErrClosed) {
+			t.Errorf("got %v, want %v", err, net.ErrClosed)
 		}
-		return nil
 	})
-	blob, err := openURL(t, standard, Params{URL: s.URL})
-	if err != nil {
-		t.Fatal(err)
+}
+
+// What a server says of its content is kept, compared and sent back: only plain
+// text of a sound length is taken for that.
+func TestValidators(t *testing.T) {
+	for tag, want := range map[string]string{
+		`"abc-1"`: `"abc-1"`, `W/"1"`: `W/"1"`, "unquoted": "unquoted", "": "",
+		"\"caf\xe9\"": "", "\"caf\u00e9\"": "", "\"a\tb\"": "", `"` + strings.Repeat("a", maxTag) + `"`: "",
+	} {
+		h := http.Header{"Etag": {tag}, "Last-Modified": {tag}}
+		if got := validatorOf(h, 7); got != (source.Validator{Size: 7, ETag: want, LastModified: want}) {
+			t.Errorf("%.20q: got %+v", tag, got)
+		}
 	}
-	end := make(chan error, 1)
-	go func() {
-		_, err := blob.(source.Ranged).ReadAtContext(t.Context(), make([]byte, 1000), 500_000)
-		end <- err
-	}()
-	for s.Requests() < 2 {
-		<-time.After(time.Millisecond)
-	}
-	blob.Close()
-	if err := <-end; !errors.Is(err, net.ErrClosed) {
-		t.Errorf("got %v, want %v", err, net.ErrClosed)
+}
+
+// A server that sends headers without end costs no memory.
+func TestHeadersWithoutEnd(t *testing.T) {
+	s := peers.Faulty(t, nil, func(int, *http.Request) peers.Misdeed {
+		return peers.Status(200, "X-Long: "+strings.Repeat("x", 2*maxHeader))
+	})
+	_, err := openURL(t, hasty, Params{URL: s.URL})
+	if f := fault.Of(err); f == nil || f.Reason != fault.ConnectionFailed || !strings.Contains(f.Error(), "headers") {
+		t.Errorf("got %v, want %s", err, fault.ConnectionFailed)
 	}
 }
 
