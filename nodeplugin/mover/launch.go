@@ -30,7 +30,7 @@ const (
 	batchAge   = time.Second
 	batchMost  = 4096 // ranges
 
-	silence    = time.Minute      // a mover that says nothing for so long is stuck
+	silence    = time.Minute      // a mover that says nothing, or does not listen, for so long is stuck
 	standstill = 10 * time.Minute // one that reads and writes nothing is of no use
 	lastWords  = 5 * time.Second
 	dialsMost  = 32
@@ -116,7 +116,7 @@ func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Res
 		return Result{}, fault.Transient(fault.MoverDied, fmt.Errorf("start a mover: %w", err))
 	}
 	theirs.Close() // so that the mover's end is the last one
-	res, err := serve(ctx, ours, j, n)
+	res, err := newSession(ours, j, n).serve(ctx)
 	if errors.Is(err, errEnded) {
 		// It is about to end; how, is what we want to know.
 		defer time.AfterFunc(lastWords, p.Kill).Stop()
@@ -153,9 +153,11 @@ var errEnded = errors.New("no result was given")
 
 // session is one mover being served.
 type session struct {
-	socket *socket
-	node   Node
-	job    Job
+	socket  *socket
+	node    Node
+	job     Job
+	silence time.Duration // the constants, save in tests
+	age     time.Duration
 
 	committing sync.Mutex // held while a batch is made durable
 	mu         sync.Mutex // held for what follows
@@ -166,29 +168,35 @@ type session struct {
 	fresh      chan struct{}
 }
 
+func newSession(sock *socket, j Job, n Node) *session {
+	return &session{socket: sock, node: n, job: j, silence: silence, age: batchAge, full: make(chan struct{}, 1), fresh: make(chan struct{}, 1)}
+}
+
 // serve hands the mover its job and does what it asks until it has told the
 // result. What it has written so far is committed also if that is a fault.
-func serve(ctx context.Context, sock *socket, j Job, n Node) (Result, error) {
-	s := &session{socket: sock, node: n, job: j, full: make(chan struct{}, 1), fresh: make(chan struct{}, 1)}
+func (s *session) serve(ctx context.Context) (Result, error) {
 	g, inner := errgroup.WithContext(ctx)
 	dials := &errgroup.Group{} // they end with inner
 	dials.SetLimit(dialsMost)
 	var res Result
+	if err := s.mayWrite(ctx); err != nil {
+		return Result{}, err
+	}
 	g.Go(func() error {
-		if err := sock.sendJob(j); err != nil {
-			return orEnded(err)
+		if err := s.socket.sendJob(s.job); err != nil {
+			return s.stuck(inner, orEnded(err))
 		}
 		var err error
 		res, err = s.read(inner, dials)
 		if err == nil {
 			err = errDone // ends the others
 		}
-		return err
+		return s.stuck(inner, err)
 	})
-	g.Go(func() error { return s.commitBatches(inner) })
+	g.Go(func() error { return s.stuck(inner, s.commitBatches(inner)) })
 	g.Go(func() error { // a read or write that waits for the mover ends with inner
 		<-inner.Done()
-		return sock.conn.SetDeadline(time.Unix(1, 0))
+		return s.socket.conn.SetDeadline(time.Unix(1, 0))
 	})
 	err := g.Wait()
 	if derr := dials.Wait(); err == nil {
@@ -221,16 +229,13 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 	var lastDone, lastRead int64
 	moved := time.Now()
 	for {
-		if err := s.socket.conn.SetReadDeadline(time.Now().Add(silence)); err != nil {
+		if err := s.socket.conn.SetReadDeadline(time.Now().Add(s.silence)); err != nil {
 			return Result{}, err
 		}
 		if ctx.Err() != nil { // the deadline that ends us may have been overwritten
 			return Result{}, ctx.Err()
 		}
 		p, err := s.socket.receive()
-		if errors.Is(err, os.ErrDeadlineExceeded) && ctx.Err() == nil {
-			return Result{}, fault.Transient(fault.MoverDied, fmt.Errorf("the mover says nothing for %v", silence))
-		}
 		if err != nil {
 			return Result{}, orEnded(err)
 		}
@@ -240,11 +245,14 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 			if err != nil || begun {
 				return Result{}, misbehaved("second or bad facts", err)
 			}
+			if f.VirtualBytes < -1 || f.VirtualBytes > s.job.TargetBytes || f.AllocatedBytes < -1 {
+				return Result{}, misbehaved(fmt.Sprintf("a disk of %d bytes, %d of them allocated, for a target of %d", f.VirtualBytes, f.AllocatedBytes, s.job.TargetBytes), nil)
+			}
 			begun = true
 			if err := s.node.Began(ctx, f); err != nil {
 				return Result{}, err
 			}
-			if err := s.socket.send(packet{Kind: proceed}); err != nil {
+			if err := s.send(ctx, packet{Kind: proceed}); err != nil {
 				return Result{}, orEnded(err)
 			}
 		case dial:
@@ -252,7 +260,7 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 			id := p.ID
 			if !dials.TryGo(func() error { return s.dial(ctx, id, network, address) }) {
 				err := fault.Transient(fault.ConnectionFailed, fmt.Errorf("connect to %.64q: more than %d connections are being made", address, dialsMost))
-				if err := s.socket.send(packet{Kind: refused, ID: id}.withFault(err)); err != nil {
+				if err := s.send(ctx, packet{Kind: refused, ID: id}.withFault(err)); err != nil {
 					return Result{}, orEnded(err)
 				}
 			}
@@ -294,6 +302,14 @@ func misbehaved(what string, err error) error {
 	return fault.Transient(fault.MoverDied, fmt.Errorf("the mover was killed, it said: %s", clean(what, 256)))
 }
 
+// stuck words a deadline that passed though nobody ended the session.
+func (s *session) stuck(ctx context.Context, err error) error {
+	if errors.Is(err, os.ErrDeadlineExceeded) && ctx.Err() == nil {
+		return fault.Transient(fault.MoverDied, fmt.Errorf("the mover says nothing, or does not listen, for %v", s.silence))
+	}
+	return err
+}
+
 // orEnded makes the end of the other side out of what that looks like here.
 func orEnded(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
@@ -307,7 +323,7 @@ func orEnded(err error) error {
 func (s *session) dial(ctx context.Context, id uint64, network, address string) error {
 	conn, err := s.node.Dial(ctx, network, address)
 	if err != nil {
-		_ = s.socket.send(packet{Kind: refused, ID: id}.withFault(err))
+		_ = s.send(ctx, packet{Kind: refused, ID: id}.withFault(err))
 		return nil
 	}
 	defer conn.Close()
@@ -319,8 +335,25 @@ func (s *session) dial(ctx context.Context, id uint64, network, address string) 
 	if err != nil {
 		return err
 	}
-	_ = s.socket.sendWith(packet{Kind: dialled, ID: id}, rc)
+	if s.mayWrite(ctx) == nil {
+		_ = s.socket.sendWith(packet{Kind: dialled, ID: id}, rc)
+	}
 	return nil
+}
+
+// send waits for the mover to listen, but not for ever.
+func (s *session) send(ctx context.Context, p packet) error {
+	if err := s.mayWrite(ctx); err != nil {
+		return err
+	}
+	return s.socket.send(p)
+}
+
+func (s *session) mayWrite(ctx context.Context) error {
+	if err := s.socket.conn.SetWriteDeadline(time.Now().Add(s.silence)); err != nil {
+		return err
+	}
+	return ctx.Err() // the deadline that ends us may have been overwritten
 }
 
 // add puts a done range into the batch.
@@ -356,7 +389,7 @@ func notify(c chan struct{}) {
 
 // commitBatches makes batches durable when they are full or old.
 func (s *session) commitBatches(ctx context.Context) error {
-	timer := time.NewTimer(batchAge)
+	timer := time.NewTimer(s.age)
 	defer timer.Stop()
 	for {
 		select {
@@ -364,7 +397,7 @@ func (s *session) commitBatches(ctx context.Context) error {
 			return nil
 		case <-s.fresh:
 		}
-		timer.Reset(batchAge)
+		timer.Reset(s.age)
 		select {
 		case <-ctx.Done():
 			return nil
@@ -394,7 +427,7 @@ func (s *session) commit(ctx context.Context, tell bool) error {
 	if !tell {
 		return nil
 	}
-	return orEndedNil(s.socket.send(packet{Kind: durable, ID: upTo}))
+	return orEndedNil(s.send(ctx, packet{Kind: durable, ID: upTo}))
 }
 
 // orEndedNil leaves the end of the other side to the reader.

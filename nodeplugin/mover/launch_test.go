@@ -207,18 +207,41 @@ func TestFailedCommit(t *testing.T) {
 	}
 }
 
-// played serves someone who plays the mover on the other end of the socket.
-func played(t *testing.T, d *desk, play func(t *testing.T, s *socket)) (Result, error) {
+// pair returns both ends of a control socket.
+func pair(t *testing.T) (node, mover *socket) {
 	t.Helper()
-	ours, theirs, err := socketPair()
+	node, theirs, err := socketPair()
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer ours.conn.Close()
-	other, err := newSocket(theirs)
-	if err != nil {
+	t.Cleanup(func() { node.conn.Close() })
+	if mover, err = newSocket(theirs); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() { mover.conn.Close() })
+	return node, mover
+}
+
+// drain receives until the other end has enough.
+func drain(s *socket) {
+	for {
+		if _, err := s.receive(); err != nil {
+			return
+		}
+	}
+}
+
+// played serves someone who plays the mover on the other end of the socket, and
+// listens to the end.
+func played(t *testing.T, n Node, play func(t *testing.T, s *socket)) (Result, error) {
+	t.Helper()
+	return playedFor(t, batchAge, n, play)
+}
+
+// playedFor is played with batches that become so old.
+func playedFor(t *testing.T, age time.Duration, n Node, play func(t *testing.T, s *socket)) (Result, error) {
+	t.Helper()
+	ours, other := pair(t)
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		defer other.conn.Close()
@@ -227,15 +250,13 @@ func played(t *testing.T, d *desk, play func(t *testing.T, s *socket)) (Result, 
 			return
 		}
 		play(t, other)
-		for { // until the node has enough
-			if _, err := other.receive(); err != nil {
-				return
-			}
-		}
+		drain(other)
 	})
 	defer wg.Wait()
 	defer ours.conn.Close()
-	return serve(t.Context(), ours, named("disk", ""), d)
+	s := newSession(ours, named("disk", ""), n)
+	s.age = age
+	return s.serve(t.Context())
 }
 
 func hello(s *socket) error {
@@ -280,6 +301,9 @@ func TestHostileMover(t *testing.T) {
 		{"done of an overflow", say(packet{Kind: done, ID: 1, A: 1 << 62, B: 1 << 62})},
 		{"done of a negative length", say(packet{Kind: done, ID: 1, A: 8, B: -8})},
 		{"a second hello", say(packet{Kind: found, Text: []byte(`{}`)})},
+		{"facts of a disk larger than the target", func(_ *testing.T, s *socket) { s.send(packet{Kind: found, Text: []byte(`{"virtualBytes": 33554433}`)}) }},
+		{"facts of a disk of negative size", func(_ *testing.T, s *socket) { s.send(packet{Kind: found, Text: []byte(`{"virtualBytes": -2}`)}) }},
+		{"facts of negative bytes", func(_ *testing.T, s *socket) { s.send(packet{Kind: found, Text: []byte(`{"allocatedBytes": -2}`)}) }},
 		{"facts that are none", func(_ *testing.T, s *socket) { s.send(packet{Kind: found, Text: []byte(`[1`)}) }},
 		{"a disk larger than the target", say(packet{Kind: result, Flags: ok, A: 1 << 50})},
 		{"a disk of negative size", say(packet{Kind: result, Flags: ok, A: -1})},
@@ -318,132 +342,136 @@ func TestHostileFault(t *testing.T) {
 	}
 }
 
-// A batch is made durable when it is full or old, and only then the mover is told.
-func TestBatches(t *testing.T) {
+func expect(t *testing.T, s *socket, k kind, id uint64) {
+	t.Helper()
+	p, err := s.receive()
+	if err != nil || p.Kind != k || p.ID != id {
+		t.Errorf("got packet %d, %d, %v; want %d, %d", p.Kind, p.ID, err, k, id)
+	}
+}
+
+// A batch is made durable when it is full, and only then the mover is told.
+func TestFullBatch(t *testing.T) {
 	d := &desk{}
-	_, err := played(t, d, func(t *testing.T, s *socket) {
+	_, err := playedFor(t, time.Hour, d, func(t *testing.T, s *socket) {
 		if err := hello(s); err != nil {
 			t.Error(err)
 		}
-		expect := func(k kind, id uint64) {
-			t.Helper()
-			p, err := s.receive()
-			if err != nil || p.Kind != k || p.ID != id {
-				t.Errorf("got packet %d, %d, %v; want %d, %d", p.Kind, p.ID, err, k, id)
-			}
-		}
-		expect(proceed, 0)
-		start := time.Now()
-		for i := range int64(16) { // full
+		expect(t, s, proceed, 0)
+		for i := range int64(16) {
 			s.send(packet{Kind: done, ID: uint64(i + 1), A: i * mib, B: mib, C: mib})
 		}
-		expect(durable, 16)
-		if took := time.Since(start); took >= batchAge {
-			t.Errorf("a full batch waited %v", took)
-		}
-		s.send(packet{Kind: done, ID: 17, A: 16 * mib, B: mib, C: mib}) // old
-		start = time.Now()
-		expect(durable, 17)
-		if took := time.Since(start); took < batchAge/2 {
-			t.Errorf("a small batch waited only %v", took)
-		}
+		expect(t, s, durable, 16)
 		// What is not durable yet when the mover is done becomes it then.
-		s.send(packet{Kind: done, ID: 18, A: 17 * mib, B: 15 * mib})
+		s.send(packet{Kind: done, ID: 17, A: 16 * mib, B: 16 * mib})
 		s.send(packet{Kind: result, Flags: ok, A: 32 * mib})
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !d.done.Contains(0, 32*mib) {
-		t.Errorf("recorded %v", d.done.Ranges())
+	if !d.done.Contains(0, 32*mib) || d.commits != 2 {
+		t.Errorf("recorded %v in %d commits", d.done.Ranges(), d.commits)
+	}
+}
+
+// A batch that is not full becomes durable when it is old.
+func TestOldBatch(t *testing.T) {
+	_, err := playedFor(t, time.Millisecond, &desk{}, func(t *testing.T, s *socket) {
+		if err := hello(s); err != nil {
+			t.Error(err)
+		}
+		expect(t, s, proceed, 0)
+		for id := range uint64(3) {
+			s.send(packet{Kind: done, ID: id + 1, A: int64(id) * mib, B: mib, C: mib})
+			expect(t, s, durable, id+1)
+		}
+		s.send(packet{Kind: result, Flags: ok, A: 32 * mib})
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 }
 
 // Scattered ranges do not pile up in the node plugin.
 func TestFloodOfRanges(t *testing.T) {
-	d := &desk{}
-	most := 0
-	d.fail = func(int) error { return nil }
-	count := &counting{desk: d, most: &most}
-	ours, theirs, err := socketPair()
-	if err != nil {
-		t.Fatal(err)
-	}
-	other, err := newSocket(theirs)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		defer other.conn.Close()
-		if _, err := other.receiveJob(); err != nil {
-			t.Error(err)
-			return
-		}
-		if err := hello(other); err != nil {
+	n := &counting{desk: &desk{}}
+	_, err := played(t, n, func(t *testing.T, s *socket) {
+		if err := hello(s); err != nil {
 			t.Error(err)
 		}
-		go func() { // answers are of no interest, but must not pile up either
-			for {
-				if _, err := other.receive(); err != nil {
-					return
-				}
-			}
-		}()
+		var listening sync.WaitGroup
+		listening.Go(func() { drain(s) }) // answers must not pile up either
+		defer listening.Wait()
 		for i := range uint64(3 * batchMost) {
-			if err := other.send(packet{Kind: done, ID: i + 1, A: int64(i) * 2048, B: 1024}); err != nil {
+			if err := s.send(packet{Kind: done, ID: i + 1, A: int64(i) * 2048, B: 1024}); err != nil {
 				t.Error(err)
 				return
 			}
 		}
-		other.send(packet{Kind: result, Flags: ok, A: 32 * mib})
+		s.send(packet{Kind: result, Flags: ok, A: 32 * mib})
 	})
-	_, err = serve(t.Context(), ours, named("disk", ""), count)
-	ours.conn.Close()
-	wg.Wait()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if most > batchMost || d.done.Len() != 3*batchMost {
-		t.Errorf("up to %d ranges at once, %d in all", most, d.done.Len())
+	if n.most > batchMost || n.done.Len() != 3*batchMost {
+		t.Errorf("up to %d ranges at once, %d in all", n.most, n.done.Len())
+	}
+}
+
+// A mover that is stuck, or pretends to be, does not hold its place for ever.
+func TestMoverThatIsStuck(t *testing.T) {
+	for _, row := range []struct {
+		name string
+		play func(s *socket)
+	}{
+		{"takes no job", func(*socket) {}},
+		{"says nothing", func(s *socket) { s.receiveJob() }},
+		{"asks and does not listen", func(s *socket) {
+			for id := uint64(1); s.send(packet{Kind: dial, ID: id, Text: []byte("tcp host:1")}) == nil; id++ {
+			}
+		}},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			ours, other := pair(t)
+			var wg sync.WaitGroup
+			wg.Go(func() { row.play(other) })
+			j := named("disk", `"`+strings.Repeat("p", 200<<10)+`"`) // more than a socket holds
+			s := newSession(ours, j, &desk{refuse: errors.New("no")})
+			if row.name != "takes no job" {
+				s.job = named("disk", "")
+			}
+			s.silence = 200 * time.Millisecond
+			_, err := s.serve(t.Context())
+			if f := fault.Of(err); f == nil || f.Terminal || f.Reason != fault.MoverDied || !strings.Contains(f.Error(), "does not listen") {
+				t.Errorf("got %+v, want a transient %s", f, fault.MoverDied)
+			}
+			ours.conn.Close()
+			wg.Wait()
+		})
 	}
 }
 
 type counting struct {
 	*desk
-	most *int
+	most int
 }
 
 func (c *counting) Commit(ctx context.Context, ranges []extent.Range) error {
-	*c.most = max(*c.most, len(ranges))
+	c.most = max(c.most, len(ranges))
 	return c.desk.Commit(ctx, ranges)
 }
 
 func TestCancelEndsService(t *testing.T) {
-	ours, theirs, err := socketPair()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ours.conn.Close()
-	defer theirs.Close() // never reads, never writes
+	ours, _ := pair(t) // the other end never reads, never writes
 	ctx, cancel := context.WithCancel(t.Context())
 	go cancel()
-	if _, err := serve(ctx, ours, named("disk", ""), &desk{}); !errors.Is(err, context.Canceled) {
+	if _, err := newSession(ours, named("disk", ""), &desk{}).serve(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("got %v", err)
 	}
 }
 
 func TestJobOverTheSocket(t *testing.T) {
-	ours, theirs, err := socketPair()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ours.conn.Close()
-	other, err := newSocket(theirs)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer other.conn.Close()
+	ours, other := pair(t)
 	params, err := json.Marshal(strings.Repeat("c", 200<<10))
 	if err != nil {
 		t.Fatal(err)
@@ -469,22 +497,79 @@ func TestJobOverTheSocket(t *testing.T) {
 	}
 }
 
+// FuzzDecode takes any bytes for a packet, and for what each kind has in its text.
 func FuzzDecode(f *testing.F) {
-	b, err := packet{Kind: done, ID: 1, A: 2, B: 3, Text: []byte("x")}.encode()
-	if err != nil {
-		f.Fatal(err)
+	for _, p := range []packet{
+		{Kind: done, ID: 1, A: 2, B: 3, Text: []byte("x")},
+		{Kind: found, Text: []byte(`{"validator": {"size": 1, "etag": "\u0000"}, "warnings": ["a", ""]}`)},
+		packet{Kind: result}.withFault(fault.Terminal(fault.NotFound, errors.New("not there"))),
+	} {
+		b, err := p.encode()
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(b)
 	}
-	f.Add(b)
 	f.Fuzz(func(t *testing.T, b []byte) {
 		p, err := decode(b)
 		if err != nil {
 			return
 		}
-		again, err := p.encode()
-		if err == nil && len(again) <= packetBytes && len(again) != len(b) {
-			t.Errorf("%d bytes became %d", len(b), len(again))
+		if again, err := p.encode(); err == nil && !bytes.Equal(again, b) {
+			t.Errorf("%x became %x", b, again)
 		}
-		_ = p.fault().Error()
-		_, _ = decodeFacts(p.Text)
+		fl := fault.Of(p.fault())
+		if len(fl.Reason) > 64 || len(fl.Error()) > 2048 || strings.ContainsAny(fl.Reason+fl.Error(), "\n\x00\x1b") {
+			t.Errorf("a fault of reason %q, message %q", fl.Reason, fl.Error())
+		}
+		if facts, err := decodeFacts(p.Text); err == nil {
+			if text, err := encodeFacts(facts); err == nil && len(text) > textBytes {
+				t.Errorf("facts of %d bytes", len(text))
+			}
+		}
+	})
+}
+
+// FuzzSession lets a mover say anything: packets, each of a length and bytes.
+// Whatever it is, the session ends, and nothing outside the target is recorded.
+func FuzzSession(f *testing.F) {
+	seed := func(list ...packet) {
+		var all []byte
+		for _, p := range list {
+			b, err := p.encode()
+			if err != nil {
+				f.Fatal(err)
+			}
+			all = append(binary.LittleEndian.AppendUint16(all, uint16(len(b))), b...)
+		}
+		f.Add(all)
+	}
+	facts := packet{Kind: found, Text: []byte(`{"format": "raw", "virtualBytes": 33554432}`)}
+	seed()
+	seed(facts, packet{Kind: done, ID: 1, B: 4096, C: 4096}, packet{Kind: progress, A: 4096, B: 1}, packet{Kind: result, Flags: ok, A: 32 * mib})
+	seed(facts, packet{Kind: dial, ID: 1, Text: []byte("tcp host:1")}, packet{Kind: done, ID: 1, A: 32*mib - 1, B: 2})
+	seed(facts, packet{Kind: done, ID: 1, A: 1, B: 1}, packet{Kind: done, ID: 2, A: 1, B: 3, C: -1}, packet{Kind: result, Text: []byte("NotFound\nnot there")})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		d := &desk{refuse: fault.Terminal(fault.AddressNotAllowed, errors.New("not there"))}
+		res, err := played(t, d, func(_ *testing.T, s *socket) {
+			defer s.conn.CloseWrite()
+			for len(b) >= 2 {
+				n := int(binary.LittleEndian.Uint16(b))
+				b = b[2:]
+				n = min(n, len(b))
+				if _, err := s.conn.Write(b[:n]); err != nil {
+					return
+				}
+				b = b[n:]
+			}
+		})
+		if err == nil && (len(d.facts) != 1 || res.VirtualBytes < 0 || res.VirtualBytes > 32*mib) {
+			t.Errorf("result %+v with the facts %+v", res, d.facts)
+		}
+		for _, r := range d.done.Ranges() {
+			if r.Start < 0 || r.End() > 32*mib || len(d.facts) == 0 {
+				t.Errorf("recorded %+v with the facts %+v", r, d.facts)
+			}
+		}
 	})
 }
