@@ -29,6 +29,7 @@ import (
 	"github.com/longshore-io/longshore/csi"
 	"github.com/longshore-io/longshore/nodeplugin"
 	"github.com/longshore-io/longshore/nodeplugin/broker"
+	"github.com/longshore-io/longshore/nodeplugin/device"
 	"github.com/longshore-io/longshore/nodeplugin/mover"
 	"github.com/longshore-io/longshore/nodeplugin/pool"
 )
@@ -40,6 +41,7 @@ type nodeConfig struct {
 	registrationDir  string
 	kubeletCSISocket string
 	kubeletDir       string
+	udevDir          string
 	pools            []string
 	agentAddress     string
 	metricsAddress   string
@@ -74,6 +76,7 @@ the controller, and moves the bytes.`,
 	f.StringVar(&c.registrationDir, "registration-dir", "/registration", "folder in which the kubelet looks for plugins; empty: do not register")
 	f.StringVar(&c.kubeletCSISocket, "kubelet-csi-socket", "/var/lib/kubelet/plugins/"+csi.DriverName+"/csi.sock", "path of --csi-socket as the kubelet sees it")
 	f.StringVar(&c.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's folder, mounted with Bidirectional propagation")
+	f.StringVar(&c.udevDir, "udev-dir", "", "udev's runtime folder, /run/udev of the host, for rules that make the host ignore guests' disks; empty: write none")
 	f.StringArrayVar(&c.pools, "pool", nil, "pool of this node: name=NAME,dir=PATH,bytes=SIZE (repeatable); bytes is the size of the file that is made where dir has no reflinks")
 	f.StringVar(&c.agentAddress, "agent-address", ":9443", "address of the agent service (mutual TLS)")
 	f.StringVar(&c.metricsAddress, "metrics-address", ":8080", "address of /metrics, /healthz and /readyz")
@@ -125,6 +128,17 @@ func (c nodeConfig) policy() (p broker.FetchPolicy, err error) {
 		p.Deny = append(p.Deny, netip.PrefixFrom(api, api.BitLen()))
 	}
 	return p, nil
+}
+
+// loopFiles are the files, with * for anything, below loop devices that show
+// guests' disks: ours, as seen by this plugin and after its mounts are gone with
+// it, and the kubelet's second ones, on the device nodes of Block volumes.
+func (c nodeConfig) loopFiles(pools []pool.Config) []string {
+	files := []string{"/volumes/*/data.raw", filepath.Join(c.kubeletDir, "plugins/kubernetes.io/csi/volumeDevices/*")}
+	for _, p := range pools {
+		files = append(files, filepath.Join(p.Dir, "*"))
+	}
+	return files
 }
 
 // checkMemory refuses a container that its own movers could get killed (R19);
@@ -182,6 +196,13 @@ func (c nodeConfig) run(ctx context.Context) error {
 	client, err := kubernetes.NewForConfig(cluster)
 	if err != nil {
 		return fmt.Errorf("reach the API server: %w", err)
+	}
+
+	if c.udevDir != "" {
+		// Not worth going without volumes.
+		if err := device.IgnoreLoops(c.udevDir, c.loopFiles(pools)...); err != nil {
+			log.Warn("the host's udev may look into guests' disks", "error", err)
+		}
 	}
 
 	metrics := newNodeMetrics()
