@@ -3,8 +3,10 @@ package peers
 import (
 	"bufio"
 	"bytes"
+	"crypto/tls"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -126,6 +128,7 @@ func Nginx(t testing.TB, o NginxOptions) *NginxServer {
 	if o.NoValidators {
 		line("etag off; add_header Last-Modified ''; if_modified_since off;")
 	}
+	line("location = /.status { stub_status; access_log off; auth_basic off; }")
 	line("%s", o.Extra)
 	line("}\n}")
 	write("nginx.conf", []byte(b.String()))
@@ -239,6 +242,25 @@ func (s *NginxServer) Sent() int64 {
 		n += r.Bytes
 	}
 	return n
+}
+
+// Settle waits until nobody is connected: the log then has every request, and
+// all that was sent of those that were broken off.
+func (s *NginxServer) Settle() {
+	s.t.Helper()
+	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}} //nolint:gosec // our own server
+	within(s.t, "others are connected to nginx still", func() bool {
+		resp, err := c.Get(s.URL(".status"))
+		if err != nil {
+			s.t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		var active int
+		if _, err := fmt.Fscanf(resp.Body, "Active connections: %d", &active); err != nil {
+			s.t.Fatalf("nginx's status: %v", err)
+		}
+		return active == 1 // this one
+	})
 }
 
 // Forget begins the access log anew.
