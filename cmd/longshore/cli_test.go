@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net/http"
 	"os"
 	"os/exec"
@@ -15,7 +16,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/longshore-io/longshore/nodeplugin/device"
 	"github.com/longshore-io/longshore/test/images"
@@ -196,6 +196,29 @@ func TestWrongInputsSayWhatToDo(t *testing.T) {
 	if err := os.WriteFile(full, []byte("precious"), 0o644); err != nil {
 		t.Fatal(err)
 	}
+	closed := peers.Nginx(t, peers.NginxOptions{Extra: "location / { return 403; }"})
+	encrypted, cut, qed := filepath.Join(dir, "encrypted.qcow2"), filepath.Join(dir, "cut.qcow2"), filepath.Join(dir, "a.qed")
+	if out, err := exec.Command("qemu-img", "create", "-q", "-f", "qcow2", "--object", "secret,id=s,data=hush", "-o", "encrypt.format=luks,encrypt.key-secret=s", encrypted, "1M").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	whole, err := os.ReadFile(images.Convert(t, raw).Path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path, content := range map[string][]byte{cut: whole[:len(whole)*2/3], qed: append([]byte("QED\x00"), make([]byte, 4092)...)} {
+		if err := os.WriteFile(path, content, 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	busy := filepath.Join(dir, "busy")
+	other, err := os.Create(busy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if err := lock(other); err != nil {
+		t.Fatal(err)
+	}
 	faulty := peers.Faulty(t, rawContent, func(int, *http.Request) peers.Misdeed { return peers.Status(503) })
 
 	for _, c := range []struct {
@@ -208,18 +231,29 @@ func TestWrongInputsSayWhatToDo(t *testing.T) {
 		{"unknown flag", []string{"import", "--frob", "a", "b"}, exitUsage, "unknown flag"},
 		{"unknown command", []string{"imprt"}, exitUsage, "unknown command"},
 		{"unknown scheme", []string{"import", "ftp://h/x", dir + "/o"}, exitUsage, "http://"},
+		{"unknown scheme and a password", []string{"import", "ftp://me:hush%@h/x", dir + "/o"}, exitUsage, "ftp://h/x"},
+		{"no url, with a password", []string{"import", "http://me:hush%@h/x", dir + "/o"}, exitTerminal, "not of the form"},
 		{"size of nonsense", []string{"import", "--size", "many", good, dir + "/o"}, exitUsage, "10Gi"},
 		{"format of nonsense", []string{"import", "--format", "vmdk", good, dir + "/o"}, exitUsage, "raw or qcow2"},
 		{"password without user", []string{"import", "--password-file", full, good, dir + "/o"}, exitUsage, "--user"},
 		{"no such file", []string{"import", dir + "/nothing", dir + "/o"}, exitTerminal, "no such file"},
 		{"404", []string{"import", web.URL("nothing"), dir + "/o"}, exitTerminal, "404"},
-		{"401", []string{"import", locked, dir + "/o"}, exitTerminal, "401"},
-		{"unknown CA", []string{"import", safe, dir + "/o"}, exitTerminal, "certificate"},
+		{"401", []string{"import", locked, dir + "/o"}, exitTerminal, "401.*--user and --password-file"},
+		{"401 with credentials", []string{"import", "--user", "you", locked, dir + "/o"}, exitTerminal, "401.*correct --user"},
+		{"403", []string{"import", closed.URL("a.raw"), dir + "/o"}, exitTerminal, "403"},
+		{"unknown host", []string{"import", "--retries", "0", "http://no-such-host.invalid/a.raw", dir + "/o"}, exitTransient, "no-such-host.invalid.*resolve here"},
+		{"unknown CA", []string{"import", safe, dir + "/o"}, exitTerminal, "certificate.*--ca-file"},
 		{"HTML page", []string{"import", page, dir + "/o"}, exitTerminal, "HTML"},
 		{"backing file", []string{"import", backed, dir + "/o"}, exitTerminal, "backing"},
+		{"encrypted", []string{"import", encrypted, dir + "/o"}, exitTerminal, "encrypted.*qemu-img convert"},
+		{"cut short", []string{"import", cut, dir + "/o"}, exitTerminal, "cut short.*again|corrupt"},
+		{"a format without a reader", []string{"import", qed, dir + "/o"}, exitTerminal, "format qed.*qemu-img convert"},
+		{"source is a folder", []string{"import", dir, dir + "/o"}, exitTerminal, "folder"},
 		{"larger than --size", []string{"import", "--size", "4096", good, dir + "/o"}, exitTerminal, "1048576"},
 		{"target with content", []string{"import", good, full}, exitTerminal, "--force"},
 		{"target is a folder", []string{"import", good, dir}, exitTerminal, "folder|directory|neither"},
+		{"target of another import", []string{"import", "--force", good, busy}, exitTerminal, "another import.*busy"},
+		{"target where nobody may write", []string{"import", good, "/sys/o"}, exitTerminal, "can be written"},
 		{"target in no folder", []string{"import", good, dir + "/no/o"}, exitTerminal, "can be written"},
 		{"target is the source", []string{"import", "--force", raw.Path, raw.Path}, exitTerminal, "source itself"},
 		{"server in trouble", []string{"import", "--retries", "0", faulty.URL + "/a.raw", dir + "/o"}, exitTransient, "503.*run the same command again"},
@@ -234,8 +268,9 @@ func TestWrongInputsSayWhatToDo(t *testing.T) {
 			if !regexp.MustCompile("(?s)" + c.says).MatchString(r.stderr) {
 				t.Errorf("stderr %q, want %q in it", r.stderr, c.says)
 			}
-			if strings.Contains(r.stderr, "goroutine") {
-				t.Errorf("stderr: %s", r.stderr)
+			// It speaks to a person at a shell, who has no manifest.
+			if word := regexp.MustCompile(`goroutine|spec\.|pod|Helm|context canceled|hush`).FindString(r.stderr); word != "" {
+				t.Errorf("stderr says %q: %s", word, r.stderr)
 			}
 			for _, left := range []string{"o", "o.longshore-journal", "full.longshore-journal"} {
 				if _, err := os.Stat(filepath.Join(dir, left)); err == nil {
@@ -325,15 +360,16 @@ func TestKilledImportGoesOn(t *testing.T) {
 			if err := cmd.Process.Signal(signal); err != nil {
 				t.Fatal(err)
 			}
-			_, _ = io.Copy(io.Discard, out)
+			said, _ := io.ReadAll(out)
 			_ = cmd.Wait()
-			if signal == syscall.SIGINT && cmd.ProcessState.ExitCode() != exitInterrupted {
-				t.Errorf("exit code %d, want %d", cmd.ProcessState.ExitCode(), exitInterrupted)
+			if signal == syscall.SIGINT && (cmd.ProcessState.ExitCode() != exitInterrupted || !strings.HasSuffix(string(said), "longshore: interrupted: run the same command again to go on\n")) {
+				t.Errorf("exit code %d, want %d; stderr: %s", cmd.ProcessState.ExitCode(), exitInterrupted, said)
 			}
 			if _, err := os.Stat(target + ".longshore-journal"); err != nil {
 				t.Fatalf("no journal after the kill: %v", err)
 			}
-			before := sent(t, web)
+			web.Settle()
+			before := web.Sent()
 			if before >= size {
 				t.Fatalf("the server had sent all %d bytes: the kill came too late", before)
 			}
@@ -343,7 +379,8 @@ func TestKilledImportGoesOn(t *testing.T) {
 				t.Errorf("stderr: %s", r.stderr)
 			}
 			equal(t, target, raw.Content)
-			total := sent(t, web)
+			web.Settle()
+			total := web.Sent()
 			if again := total - size; again > 64<<20 {
 				t.Errorf("%d bytes were sent twice, at most 64 MiB may be", again)
 			}
@@ -355,22 +392,28 @@ func TestKilledImportGoesOn(t *testing.T) {
 	}
 }
 
-// sent waits until the web server's log stands still: it writes a line when a
-// broken connection is noticed.
-func sent(t *testing.T, web *peers.NginxServer) int64 {
-	t.Helper()
-	was := int64(-1)
-	for {
-		now := web.Sent()
-		if now == was {
-			return now
-		}
-		was = now
-		select {
-		case <-t.Context().Done():
-			t.Fatal(t.Context().Err())
-		case <-time.After(500 * time.Millisecond):
-		}
+// On a full disk an import says so at once, and goes on when there is room.
+func TestFullDisk(t *testing.T) {
+	raw := images.Raw(t, 9, 24<<20)
+	rand.NewChaCha8([32]byte{9}).Read(raw.Content[1<<20:])
+	web := peers.Nginx(t, peers.NginxOptions{})
+	url := web.Put("d.raw", raw.Content)
+	if err := os.WriteFile(raw.Path, raw.Content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// In a mount namespace of its own, which takes the small disk along when it ends.
+	out, err := exec.CommandContext(t.Context(), "unshare", "--mount", "sh", "-c", `
+		mount -t tmpfs -o size=8m none "$0" || exit 1
+		"$1" import "$2" "$0/disk"; echo "first: $?"
+		mount -o remount,size=64m "$0" || exit 1
+		"$1" import --no-progress "$2" "$0/disk"; echo "second: $?"
+		cmp "$0/disk" "$3" && echo equal; ls "$0"`, t.TempDir(), binary, url, raw.Path).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	want := fmt.Sprintf(`(?s)no space left.*free space.*run the same command again.*first: %d\n.*second: 0\nequal\ndisk\n$`, exitTransient)
+	if !regexp.MustCompile(want).Match(out) || bytes.Contains(out, []byte("trying again")) {
+		t.Errorf("got %s, want %s", out, want)
 	}
 }
 

@@ -110,7 +110,7 @@ func (t *transfer) run(cmd *cobra.Command) error {
 	}
 	out, err := t.open(info, want, recipe)
 	if err != nil {
-		return err
+		return t.explain(ctx, err)
 	}
 	for _, w := range info.Warnings {
 		show.say("warning: " + w)
@@ -126,21 +126,25 @@ func (t *transfer) run(cmd *cobra.Command) error {
 	}
 	bytes, err := out.finish(facts.VirtualBytes, want)
 	if err := errors.Join(err, out.file.Close()); err != nil {
-		return err
+		return t.explain(ctx, err)
 	}
 	format := facts.Format
 	if facts.Compression != "" {
 		format += "." + facts.Compression
 	}
-	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image, %d bytes read over the network, %s\n",
-		t.target, bytes, human(bytes), format, out.moved.Read.Load(), time.Since(start).Round(10*time.Millisecond))
+	network := ""
+	if n := out.moved.Read.Load(); n > 0 {
+		network = fmt.Sprintf(", %d bytes read over the network", n)
+	}
+	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image%s, %s\n",
+		t.target, bytes, human(bytes), format, network, time.Since(start).Round(10*time.Millisecond))
 	return nil
 }
 
 // explain adds what a person can do now.
 func (t *transfer) explain(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
-		return fmt.Errorf("run the same command again to go on: %w", context.Canceled)
+		return interrupted("run the same command again to go on")
 	}
 	if f := (*fault.Fault)(nil); errors.As(err, &f) && !f.Terminal {
 		return fmt.Errorf("%w (run the same command again to go on)", err)
@@ -177,7 +181,7 @@ func (t *transfer) patiently(ctx context.Context, show *display, progress func()
 			return errors.Join(err, ctx.Err())
 		}
 		var fl *fault.Fault
-		if !errors.As(err, &fl) || fl.Terminal {
+		if !errors.As(err, &fl) || fl.Terminal || fl.Reason == fault.NoSpace { // room is made by a person
 			return err
 		}
 		if progress != nil {
@@ -188,7 +192,7 @@ func (t *transfer) patiently(ctx context.Context, show *display, progress func()
 		if tries++; tries > t.retries {
 			return err
 		}
-		show.say(fmt.Sprintf("%v; trying again in %s", err, wait))
+		show.say(fmt.Sprintf("%s; trying again in %s", inShell.Replace(err.Error()), wait))
 		timer := time.NewTimer(wait)
 		select {
 		case <-ctx.Done():
@@ -282,6 +286,9 @@ func (t *transfer) open(info image.Info, want int64, recipe string) (*output, er
 			return nil, fault.Terminal(fault.TargetError, fmt.Errorf("%s is the source itself: give another target", t.target))
 		}
 		o.device = st.Mode()&os.ModeDevice != 0 && st.Mode()&os.ModeCharDevice == 0
+		if st.IsDir() {
+			return nil, fault.Terminal(fault.TargetError, fmt.Errorf("%s is a folder: give the path of a file in it, or of a block device", t.target))
+		}
 		if !o.device && !st.Mode().IsRegular() {
 			return nil, fault.Terminal(fault.TargetError, fmt.Errorf("%s is neither a file nor a block device (%s): give the path of one", t.target, st.Mode().Type()))
 		}
@@ -295,6 +302,11 @@ func (t *transfer) open(info image.Info, want int64, recipe string) (*output, er
 	}
 	if o.file, err = os.OpenFile(t.target, flags, 0o644); err != nil {
 		return nil, targetFault(err)
+	}
+	if !o.device {
+		if err := lock(o.file); err != nil {
+			return nil, errors.Join(err, o.file.Close())
+		}
 	}
 	if err := o.prepare(t, need, info, want, recipe); err != nil {
 		return nil, errors.Join(err, o.abandon())
@@ -350,8 +362,8 @@ func (o *output) prepare(t *transfer, need int64, info image.Info, want int64, r
 		o.journal = &journal.Journal{Target: id, Recipe: recipe, Bytes: bytes, VirtualBytes: -1}
 		// On record before anything is touched: whoever finds the target not empty
 		// after a kill also finds whose it is.
-		if err := o.journal.Save(o.journalPath); err != nil {
-			return targetFault(fmt.Errorf("journal %s: %w", o.journalPath, err))
+		if err := o.save(); err != nil {
+			return err
 		}
 		if !o.device {
 			if err := o.file.Truncate(0); err != nil {
@@ -398,7 +410,7 @@ func (o *output) load(id, recipe string, bytes int64) error {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("journal %s: %w", o.journalPath, err)
+		return targetFault(err)
 	}
 	o.journal, o.resumed = j, true
 	return nil
@@ -427,7 +439,15 @@ func (o *output) Began(_ context.Context, f mover.Facts) error {
 	if err := recordFacts(o.journal, f); err != nil {
 		return err
 	}
-	return o.journal.Save(o.journalPath)
+	return o.save()
+}
+
+// save makes the journal durable.
+func (o *output) save() error {
+	if err := o.journal.Save(o.journalPath); err != nil {
+		return targetFault(fmt.Errorf("journal %s: %w", o.journalPath, err))
+	}
+	return nil
 }
 
 // Done is told that a range is written. It commits when enough is written, and
@@ -466,10 +486,7 @@ func (o *output) commitLocked() error {
 		o.journal.Done.Add(r.Start, r.Length)
 	}
 	o.journal.Read = o.moved.Read.Load()
-	if err := o.journal.Save(o.journalPath); err != nil {
-		return fmt.Errorf("journal %s: %w", o.journalPath, err)
-	}
-	return nil
+	return o.save()
 }
 
 // restart forgets what is done, because it is of another content than what the
@@ -480,7 +497,7 @@ func (o *output) restart() error {
 	old := o.journal
 	o.journal = &journal.Journal{Target: old.Target, Recipe: old.Recipe, Bytes: old.Bytes, VirtualBytes: -1, Restarts: old.Restarts + 1, Soiled: true}
 	o.fresh = false
-	return o.journal.Save(o.journalPath)
+	return o.save()
 }
 
 // finish gives the target its final size, returns that, and takes the journal away.
@@ -496,6 +513,11 @@ func (o *output) finish(virtual, want int64) (int64, error) {
 	}
 	if o.device {
 		bytes = virtual
+	} else if err := syncFolder(o.path); err != nil {
+		return 0, targetFault(err)
 	}
-	return bytes, journal.Remove(o.journalPath)
+	if err := journal.Remove(o.journalPath); err != nil {
+		return 0, targetFault(err)
+	}
+	return bytes, nil
 }

@@ -37,17 +37,27 @@ const (
 func execute() int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal does not wait for anything
 	err := rootCommand().ExecuteContext(ctx)
 	code := exitCode(ctx, err)
+	var goOn interrupted
 	switch {
 	case err == nil:
+	case errors.As(err, &goOn):
+		fmt.Fprintln(os.Stderr, "longshore: interrupted:", goOn)
 	case code == exitInterrupted:
-		fmt.Fprintln(os.Stderr, "longshore: interrupted:", err)
+		fmt.Fprintln(os.Stderr, "longshore: interrupted")
 	default:
-		fmt.Fprintln(os.Stderr, "longshore:", err)
+		fmt.Fprintln(os.Stderr, "longshore:", inShell.Replace(err.Error()))
 	}
 	return code
 }
+
+// interrupted is the end that a signal made, with what a person can do now.
+type interrupted string
+
+func (i interrupted) Error() string      { return string(i) }
+func (interrupted) Is(target error) bool { return target == context.Canceled }
 
 func rootCommand() *cobra.Command {
 	root := &cobra.Command{

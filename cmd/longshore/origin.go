@@ -61,7 +61,7 @@ func (o *origin) spec(arg string) (source.Spec, error) {
 		params, err := json.Marshal(file.Params{Path: path})
 		return source.Spec{Kind: file.Kind.Name, Params: params}, err
 	}
-	if scheme != "http" && scheme != "https" {
+	if s := strings.ToLower(scheme); s != "http" && s != "https" {
 		return source.Spec{}, fmt.Errorf("source %s: use an http:// or https:// URL, or a path", redacted(arg))
 	}
 	p := httpsrc.Params{URL: arg, User: o.user, InsecureSkipVerify: o.insecureSkipVerify}
@@ -104,10 +104,15 @@ func (o *origin) recipe(arg string) (string, error) {
 	return hex.EncodeToString(sum[:]), nil
 }
 
-// redacted is arg without a password.
+// redacted is arg without a password, also where it is not quite a URL.
 func redacted(arg string) string {
-	if u, err := url.Parse(arg); err == nil && u.User != nil {
-		return u.Redacted()
+	scheme, rest, isURL := strings.Cut(arg, "://")
+	if !isURL {
+		return arg
 	}
-	return arg
+	u, err := url.Parse(arg)
+	if err != nil {
+		return scheme + "://" + rest[strings.LastIndex(rest, "@")+1:]
+	}
+	return u.Redacted()
 }

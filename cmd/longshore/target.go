@@ -7,6 +7,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -22,7 +23,7 @@ import (
 func targetFault(err error) error {
 	switch {
 	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
-		return fault.Terminal(fault.NoSpace, fmt.Errorf("%w: make room, then run the same command again", err))
+		return fault.Transient(fault.NoSpace, fmt.Errorf("%w: make room", err))
 	case errors.Is(err, syscall.EBUSY):
 		return fault.Terminal(fault.TargetError, fmt.Errorf("%w: it is mounted or otherwise used; unmount it first", err))
 	case errors.Is(err, syscall.EFBIG):
@@ -47,12 +48,36 @@ func sizeOf(f *os.File) (int64, error) {
 func identity(f *os.File) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
-		return "", fmt.Errorf("stat %s: %w", f.Name(), err)
+		return "", targetFault(fmt.Errorf("stat %s: %w", f.Name(), err))
 	}
 	if st.Mode&unix.S_IFMT == unix.S_IFBLK {
 		return fmt.Sprintf("device %d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev)), nil
 	}
 	return fmt.Sprintf("file %d of device %d:%d", st.Ino, unix.Major(st.Dev), unix.Minor(st.Dev)), nil
+}
+
+// lock keeps other imports away from a file until it is closed; of a device
+// O_EXCL does that.
+func lock(f *os.File) error {
+	err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	switch {
+	case errors.Is(err, unix.EWOULDBLOCK):
+		return fault.Terminal(fault.TargetError, fmt.Errorf("another import writes to %s: wait for its end, or give another target", f.Name()))
+	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOLCK): // a network filesystem without locks
+		return nil
+	case err != nil:
+		return targetFault(fmt.Errorf("lock %s: %w", f.Name(), err))
+	}
+	return nil
+}
+
+// syncFolder makes the name of a file durable.
+func syncFolder(path string) error {
+	d, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
 }
 
 // holdsData tells whether somebody may miss what the target holds: a file with
@@ -88,10 +113,10 @@ func enoughSpace(f *os.File, info image.Info, done extent.Set, bytes int64, whol
 	}
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
-		return fmt.Errorf("ask the filesystem of %s for its space: %w", f.Name(), err)
+		return targetFault(fmt.Errorf("ask the filesystem of %s for its space: %w", f.Name(), err))
 	}
 	if free := int64(st.Bavail) * st.Bsize; need-done.Bytes() > free {
-		return fault.Terminal(fault.NoSpace, fmt.Errorf("the disk needs %d bytes and the filesystem of %s has %d free: make room or use another target", need, f.Name(), free))
+		return fault.Transient(fault.NoSpace, fmt.Errorf("the disk needs %d bytes and the filesystem of %s has %d free: make room or use another target", need, f.Name(), free))
 	}
 	return nil
 }

@@ -59,6 +59,8 @@ func (b *blob) look() error {
 		return classify(err)
 	}
 	switch mode := info.Mode(); {
+	case mode.IsDir():
+		return fault.Terminal(fault.InvalidSource, fmt.Errorf("%s is a folder: give the path of an image file or a block device", b.f.Name()))
 	case mode.IsRegular():
 		b.regular = true
 		b.v = validator(info)
