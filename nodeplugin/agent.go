@@ -2,6 +2,7 @@ package nodeplugin
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -10,6 +11,7 @@ import (
 
 	agentv1 "github.com/longshore-io/longshore/api/agent/v1"
 	"github.com/longshore-io/longshore/csi"
+	"github.com/longshore-io/longshore/nodeplugin/broker"
 	"github.com/longshore-io/longshore/nodeplugin/pool"
 	"github.com/longshore-io/longshore/nodeplugin/source"
 )
@@ -91,11 +93,19 @@ func (a *Agent) Populate(ctx context.Context, r *agentv1.PopulateRequest) (*agen
 	if content == "" {
 		content = r.GetRecipe()
 	}
+	cluster, cerr := broker.ParsePrefixes(r.GetClusterNetworks()...)
+	services, serr := broker.ParsePrefixes(r.GetOwnServices()...)
+	if err := errors.Join(cerr, serr); err != nil {
+		return nil, status.Errorf(codes.InvalidArgument, "populate volume %s: the cluster's network: %v", r.GetId(), err)
+	}
 	err := a.Stager.Populate(ctx, r.GetId(), Order{
 		Recipe: Recipe{
 			Source:      source.Spec{Kind: r.GetSourceKind(), Params: r.GetSourceParams()},
+			Format:      r.GetFormat(),
 			Preallocate: r.GetPreallocate(),
 			Digest:      content,
+			Cluster:     cluster,
+			Services:    services,
 		},
 		Attempt: r.GetRecipe(),
 		Owner:   r.GetOwner(),

@@ -13,6 +13,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net"
+	"net/netip"
 	"os"
 	"sync"
 	"time"
@@ -38,6 +39,9 @@ type Recipe struct {
 	// Digest names the recipe without its credentials: a volume that was partly
 	// filled by another one is begun again.
 	Digest string
+	// Cluster is the cluster's own network, and Services those addresses of it that
+	// may be fetched from for this volume; see broker.FetchPolicy.
+	Cluster, Services []netip.Prefix
 }
 
 // Job is one volume to fill.
@@ -468,7 +472,9 @@ func (r *filling) Moved(done, read int64) {
 
 // Dial is mover.Node's.
 func (r *filling) Dial(ctx context.Context, network, address string) (net.Conn, error) {
-	return broker.Broker{Policy: r.filler.Policy}.DialContext(ctx, network, address)
+	policy := r.filler.Policy
+	policy.Cluster, policy.Services = r.job.Recipe.Cluster, r.job.Recipe.Services
+	return broker.Broker{Policy: policy}.DialContext(ctx, network, address)
 }
 
 // tell changes the progress and reports it.

@@ -28,10 +28,14 @@ const (
 // all but those that lie inside this machine or next to it: loopback,
 // link-local with the clouds' metadata services, multicast and the like.
 type FetchPolicy struct {
-	// Deny lists more addresses that are refused, as the cluster's services.
+	// Deny lists more addresses that are refused.
 	Deny []netip.Prefix
 	// Allow lists addresses that are allowed whatever else denies them.
 	Allow []netip.Prefix
+	// Cluster is the cluster's own network, refused but for Services: those of whoever
+	// it is that the connection is for. They lift nothing else, or the owner of a
+	// Service could lead it to a metadata service or to the API server.
+	Cluster, Services []netip.Prefix
 }
 
 // AllowAll is the policy of someone who connects with rights of their own.
@@ -82,49 +86,54 @@ var denied = []struct {
 // nat64 is where an IPv6 address carries an IPv4 address (RFC 6052 section 2.1).
 var nat64 = netip.MustParsePrefix("64:ff9b::/96")
 
-// refuses returns what addr is that it is refused for, "" if it is allowed.
-func (p FetchPolicy) refuses(addr netip.Addr) string {
+// refuses returns what addr is that it is refused for, "" if it is allowed, and
+// what else than the administrator's word would have it allowed.
+func (p FetchPolicy) refuses(addr netip.Addr) (what, remedy string) {
 	addr = addr.Unmap().WithZone("")
 	if nat64.Contains(addr) {
 		b := addr.As16()
-		if what := p.refuses(netip.AddrFrom4([4]byte(b[12:]))); what != "" && !contains(p.Allow, addr) {
-			return what
+		if what, remedy := p.refuses(netip.AddrFrom4([4]byte(b[12:]))); what != "" && !in(p.Allow, addr).IsValid() {
+			return what, remedy
 		}
 	}
-	if contains(p.Allow, addr) {
-		return ""
+	if in(p.Allow, addr).IsValid() {
+		return "", ""
 	}
 	for _, d := range denied {
 		if d.prefix.Contains(addr) {
-			return d.what
+			return d.what, ""
 		}
 	}
-	if contains(p.Deny, addr) {
-		return "denied by the fetch policy"
+	if in(p.Deny, addr).IsValid() {
+		return "denied by the fetch policy", ""
 	}
-	return ""
+	if own := in(p.Cluster, addr); own.IsValid() && !in(p.Services, addr).IsValid() {
+		return fmt.Sprintf("an address of the cluster's own network (%s)", own), "name a Service of the claim's own namespace, or "
+	}
+	return "", ""
 }
 
-func contains(list []netip.Prefix, addr netip.Addr) bool {
+// in is the first prefix that holds addr; invalid without one.
+func in(list []netip.Prefix, addr netip.Addr) netip.Prefix {
 	for _, p := range list {
 		if p.Contains(addr) {
-			return true
+			return p
 		}
 	}
-	return false
+	return netip.Prefix{}
 }
 
 // Check returns the fault AddressNotAllowed if host, which has the address addr,
 // may not be connected to.
 func (p FetchPolicy) Check(host string, addr netip.Addr) error {
-	what := p.refuses(addr)
+	what, remedy := p.refuses(addr)
 	if what == "" {
 		return nil
 	}
 	addr = addr.Unmap().WithZone("")
 	return fault.Terminal(fault.AddressNotAllowed,
-		fmt.Errorf("connect to %s: its address %s is not allowed (%s): if it shall be, add %s to the Helm value fetchPolicy.allow",
-			host, addr, what, netip.PrefixFrom(addr, addr.BitLen())))
+		fmt.Errorf("connect to %s: its address %s is not allowed (%s): if it shall be, %sadd %s to the Helm value fetchPolicy.allow",
+			host, addr, what, remedy, netip.PrefixFrom(addr, addr.BitLen())))
 }
 
 // Broker connects.

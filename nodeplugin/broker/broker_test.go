@@ -90,6 +90,54 @@ func TestPolicy(t *testing.T) {
 	}
 }
 
+// The cluster's own network is refused but for the Services of whoever asks, and
+// those lift nothing else (R18).
+func TestClusterNetwork(t *testing.T) {
+	p := broker.FetchPolicy{
+		Deny:     prefixes(t, "10.96.0.1"),
+		Allow:    prefixes(t, "10.244.9.0/24"),
+		Cluster:  prefixes(t, "10.96.0.0/12", "10.244.0.0/16", "192.0.2.11", "fd12::/64"),
+		Services: prefixes(t, "10.96.0.7", "10.96.0.1", "10.244.1.3", "fd12::7", "169.254.169.254", "100.100.100.200"),
+	}
+	for _, row := range []struct {
+		name, addr string
+		refused    string // what the message calls it; "" for an address that is allowed
+	}{
+		{"another's Service", "10.96.0.8", "an address of the cluster's own network (10.96.0.0/12)"},
+		{"another's Service mapped into IPv6", "::ffff:10.96.0.8", "(10.96.0.0/12)"},
+		{"another's Service behind NAT64", "64:ff9b::10.96.0.8", "(10.96.0.0/12)"},
+		{"another's Service over IPv6", "fd12::8", "(fd12::/64)"},
+		{"another's pod", "10.244.1.4", "(10.244.0.0/16)"},
+		{"a node", "192.0.2.11", "(192.0.2.11/32)"},
+		{"the node's neighbour", "192.0.2.12", ""},
+		{"a Service of the namespace", "10.96.0.7", ""},
+		{"the same mapped into IPv6", "::ffff:10.96.0.7", ""},
+		{"the same over IPv6", "fd12::7", ""},
+		{"a pod behind a headless Service of the namespace", "10.244.1.3", ""},
+		{"a pod that the administrator allows", "10.244.9.9", ""},
+		{"the API server, though a Service of the namespace", "10.96.0.1", "denied by the fetch policy"},
+		{"metadata, though a Service leads there", "169.254.169.254", "link-local"},
+		{"a cloud's metadata, though a Service leads there", "100.100.100.200", "metadata"},
+		{"the world", "203.0.113.9", ""},
+	} {
+		err := p.Check("host.example", netip.MustParseAddr(row.addr))
+		if row.refused == "" {
+			if err != nil {
+				t.Errorf("%s: %v", row.name, err)
+			}
+			continue
+		}
+		f := fault.Of(err)
+		if f == nil || !f.Terminal || f.Reason != fault.AddressNotAllowed || !strings.Contains(err.Error(), row.refused) {
+			t.Errorf("%s: got %v, want %s", row.name, err, row.refused)
+			continue
+		}
+		if strings.Contains(row.refused, "(") && !strings.Contains(err.Error(), "Service of the claim's own namespace") {
+			t.Errorf("%s: %q does not say what else would do", row.name, err)
+		}
+	}
+}
+
 func TestAllowAll(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1", "::1", "169.254.169.254", "2001:db8::1"} {
 		if err := broker.AllowAll().Check("h", netip.MustParseAddr(addr)); err != nil {

@@ -559,7 +559,7 @@ type PopulateRequest struct {
 	// included; held in memory only.
 	SourceKind   string `protobuf:"bytes,2,opt,name=source_kind,json=sourceKind,proto3" json:"source_kind,omitempty"`
 	SourceParams []byte `protobuf:"bytes,3,opt,name=source_params,json=sourceParams,proto3" json:"source_params,omitempty"`
-	// Digest of everything that decides the outcome (source, credentials, retry request).
+	// Stands for everything that decides the outcome (source, credentials, retry request).
 	Recipe      string `protobuf:"bytes,4,opt,name=recipe,proto3" json:"recipe,omitempty"`
 	Preallocate bool   `protobuf:"varint,5,opt,name=preallocate,proto3" json:"preallocate,omitempty"`
 	// Digest of what alone decides the bytes (the source without its credentials):
@@ -567,7 +567,13 @@ type PopulateRequest struct {
 	// with other content it begins again. "" means that it is the recipe.
 	Content string `protobuf:"bytes,6,opt,name=content,proto3" json:"content,omitempty"`
 	// Namespace of the claim: transfers of different owners take turns.
-	Owner         string `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`
+	Owner string `protobuf:"bytes,7,opt,name=owner,proto3" json:"owner,omitempty"`
+	// Addresses and CIDRs as of now, no part of the recipe: the cluster's own network is
+	// not connected to, save for the Services of the claim's namespace.
+	ClusterNetworks []string `protobuf:"bytes,8,rep,name=cluster_networks,json=clusterNetworks,proto3" json:"cluster_networks,omitempty"`
+	OwnServices     []string `protobuf:"bytes,9,rep,name=own_services,json=ownServices,proto3" json:"own_services,omitempty"`
+	// Format of the image where a person names it: "raw". "" has it recognised.
+	Format        string `protobuf:"bytes,10,opt,name=format,proto3" json:"format,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -647,6 +653,27 @@ func (x *PopulateRequest) GetContent() string {
 func (x *PopulateRequest) GetOwner() string {
 	if x != nil {
 		return x.Owner
+	}
+	return ""
+}
+
+func (x *PopulateRequest) GetClusterNetworks() []string {
+	if x != nil {
+		return x.ClusterNetworks
+	}
+	return nil
+}
+
+func (x *PopulateRequest) GetOwnServices() []string {
+	if x != nil {
+		return x.OwnServices
+	}
+	return nil
+}
+
+func (x *PopulateRequest) GetFormat() string {
+	if x != nil {
+		return x.Format
 	}
 	return ""
 }
@@ -1187,7 +1214,7 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x18\n" +
-	"\x16DeleteSnapshotResponse\"\xd1\x01\n" +
+	"\x16DeleteSnapshotResponse\"\xb7\x02\n" +
 	"\x0fPopulateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
 	"\vsource_kind\x18\x02 \x01(\tR\n" +
@@ -1196,7 +1223,11 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x06recipe\x18\x04 \x01(\tR\x06recipe\x12 \n" +
 	"\vpreallocate\x18\x05 \x01(\bR\vpreallocate\x12\x18\n" +
 	"\acontent\x18\x06 \x01(\tR\acontent\x12\x14\n" +
-	"\x05owner\x18\a \x01(\tR\x05owner\"\x0e\n" +
+	"\x05owner\x18\a \x01(\tR\x05owner\x12)\n" +
+	"\x10cluster_networks\x18\b \x03(\tR\x0fclusterNetworks\x12!\n" +
+	"\fown_services\x18\t \x03(\tR\vownServices\x12\x16\n" +
+	"\x06format\x18\n" +
+	" \x01(\tR\x06format\"\x0e\n" +
 	"\fWatchRequest\"\x97\x01\n" +
 	"\x06Report\x12.\n" +
 	"\x05pools\x18\x01 \x03(\v2\x18.longshore.agent.v1.PoolR\x05pools\x124\n" +
