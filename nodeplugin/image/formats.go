@@ -134,35 +134,58 @@ type head struct {
 	last func() ([]byte, error)
 }
 
-// recognise tells the format of an image that has a reader here; everything
-// else is a terminal fault that names what it is.
-func recognise(h head) (format, error) {
+// wrapper tells the format that wraps a disk, if one does.
+func wrapper(h head) (f format, found bool, err error) {
 	b := make([]byte, shortHead)
 	n, err := h.first(b)
 	if err != nil {
-		return format{}, fmt.Errorf("read the first bytes of the image: %w", err)
+		return format{}, false, fmt.Errorf("read the first bytes of the image: %w", err)
 	}
 	if b = b[:n]; n == 0 {
-		return format{}, fault.Terminal(fault.NotADiskImage, fmt.Errorf("the source is empty (0 bytes), not a disk image: check the url"))
+		return format{}, false, fault.Terminal(fault.NotADiskImage, fmt.Errorf("the source is empty (0 bytes), not a disk image: check the url"))
 	}
 	for _, f := range containers {
 		if f.matches(b) {
-			return f, f.refusal()
+			return f, true, nil
 		}
 	}
-	if h.last != nil {
-		last, err := h.last()
-		if err != nil {
-			return format{}, fmt.Errorf("read the last bytes of the image: %w", err)
-		}
-		for _, f := range footers {
-			if f.matches(last) {
-				return f, f.refusal()
-			}
+	if h.last == nil {
+		return format{}, false, nil
+	}
+	last, err := h.last()
+	if err != nil {
+		return format{}, false, fmt.Errorf("read the last bytes of the image: %w", err)
+	}
+	for _, f := range footers {
+		if f.matches(last) {
+			return f, true, nil
 		}
 	}
-	b = make([]byte, headBytes)
-	if n, err = h.first(b); err != nil {
+	return format{}, false, nil
+}
+
+// checkRaw refuses an image that a person named raw and that is something else.
+func checkRaw(h head) error {
+	f, found, err := wrapper(h)
+	if err != nil || !found {
+		return err
+	}
+	return notThe("raw", f.name)
+}
+
+// recognise tells the format of an image that has a reader here; everything
+// else is a terminal fault that names what it is.
+func recognise(h head) (format, error) {
+	f, found, err := wrapper(h)
+	switch {
+	case err != nil:
+		return format{}, err
+	case found:
+		return f, f.refusal()
+	}
+	b := make([]byte, headBytes)
+	n, err := h.first(b)
+	if err != nil {
 		return format{}, fmt.Errorf("read the first bytes of the image: %w", err)
 	}
 	b = b[:n]
@@ -172,7 +195,7 @@ func recognise(h head) (format, error) {
 		}
 	}
 	return format{}, fault.Terminal(fault.NotADiskImage,
-		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip)", nature(b)))
+		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
 }
 
 func (f format) refusal() error {

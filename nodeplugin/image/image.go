@@ -41,9 +41,18 @@ type OneWay interface {
 
 // Options are what the caller knows about the image.
 type Options struct {
-	// Format is "raw" or "qcow2" where it is known; "" recognises it from the
-	// bytes. A blob named raw is not looked into.
+	// Format is "raw" or "qcow2" where somebody names it; "" recognises it from the
+	// bytes. Bytes that say otherwise are refused, unless the blob itself says raw.
 	Format string
+}
+
+// knowing is a Blob whose source knows what it serves: the disk of a hypervisor,
+// say, on which a guest may have written what looks like an image.
+type knowing interface{ Format() string }
+
+func saysRaw(b Blob) bool {
+	k, ok := b.(knowing)
+	return ok && k.Format() == "raw"
 }
 
 // Info describes an image.
@@ -138,7 +147,7 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 	if b.Size() < 0 {
 		return nil, fault.Terminal(fault.SourceNotSupported, errors.New("the source can be read in ranges but does not tell its size"))
 	}
-	if o.Format == "raw" {
+	if saysRaw(b) {
 		return openRaw(b, "raw"), nil
 	}
 	last := func() ([]byte, error) {
@@ -146,7 +155,14 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 		_, err := readUpTo(ctx, b, p, b.Size()-int64(len(p)))
 		return p, err
 	}
-	f, err := recognise(head{first: func(p []byte) (int, error) { return readUpTo(ctx, b, p, 0) }, last: last})
+	h := head{first: func(p []byte) (int, error) { return readUpTo(ctx, b, p, 0) }, last: last}
+	if o.Format == "raw" {
+		if err := checkRaw(h); err != nil {
+			return nil, err
+		}
+		return openRaw(b, "raw"), nil
+	}
+	f, err := recognise(h)
 	if err != nil {
 		return nil, err
 	}
@@ -181,7 +197,7 @@ func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	opened, err := openStream(b.Size(), stream, o)
+	opened, err := openStream(b.Size(), stream, o, saysRaw(b))
 	if err != nil {
 		stream.Close()
 		return nil, err
@@ -189,17 +205,23 @@ func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
 	return opened, nil
 }
 
-func openStream(size int64, stream io.ReadCloser, o Options) (*Opened, error) {
+func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened, error) {
 	raw := func(r io.Reader, format string) *Opened {
 		return &Opened{
 			Info:   Info{Format: format, VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1},
 			Stream: both{r, stream},
 		}
 	}
-	if o.Format == "raw" {
+	if sure {
 		return raw(stream, "raw"), nil
 	}
 	r := &peeker{r: stream}
+	if o.Format == "raw" {
+		if err := checkRaw(head{first: r.peek}); err != nil {
+			return nil, err
+		}
+		return raw(r, "raw"), nil
+	}
 	f, err := recognise(head{first: r.peek})
 	if err != nil {
 		return nil, err
@@ -218,7 +240,7 @@ func openStream(size int64, stream io.ReadCloser, o Options) (*Opened, error) {
 }
 
 func notThe(want, got string) error {
-	return fault.Terminal(fault.NotADiskImage, fmt.Errorf("the image is named %s, and its first bytes say %s: correct the format or leave it out", want, got))
+	return fault.Terminal(fault.NotADiskImage, fmt.Errorf("the image is named %s (by --format, or the annotation longshore.dev/image-format), and its own bytes say %s: correct the format or leave it out", want, got))
 }
 
 // both reads from one and closes the other.
