@@ -27,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	agentv1 "github.com/longshore-io/longshore/api/agent/v1"
+	"github.com/longshore-io/longshore/api/v1alpha1"
 	"github.com/longshore-io/longshore/csi"
 )
 
@@ -364,8 +365,16 @@ func (a *Agents) Populate(ctx context.Context, node string, r *agentv1.PopulateR
 	})
 }
 
-// Delete has the node delete a volume or snapshot that is recorded in a pool there.
+// errNoPool: a node is not configured with the pool that holds the data.
+var errNoPool = fmt.Errorf("pool not configured: %w", csi.ErrUnavailable)
+
+// Delete has the node delete a volume or snapshot that is recorded in a pool there;
+// pool "" is none in particular.
 func (a *Agents) Delete(ctx context.Context, node, id, pool, poolUUID string, snapshot bool) error {
+	if p, connected := a.Pool(node, pool); connected && p == nil && pool != "" {
+		return fmt.Errorf("delete %s: its data is in pool %q, which is not configured on node %s: configure the pool there again (Helm value pools, same name and folder), or, if the data is gone for good, take the finalizer %s off NodeVolume %s: %w",
+			id, pool, node, v1alpha1.Finalizer, id, errNoPool)
+	}
 	_, err := a.ask(ctx, node, id, "delete "+id, func(ctx context.Context, c agentv1.AgentClient) (*agentv1.Volume, error) {
 		if snapshot {
 			_, err := c.DeleteSnapshot(ctx, &agentv1.DeleteSnapshotRequest{Id: id, Pool: pool, PoolUuid: poolUUID})

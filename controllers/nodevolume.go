@@ -36,6 +36,17 @@ const (
 	releaseRetry = 15 * time.Second
 )
 
+// Reasons of a NodeVolume's conditions, beside those of the transfer and populator's.
+const (
+	reasonCreated   = "Created"
+	reasonPopulated = "Populated"
+	reasonPending   = "Pending"
+	reasonMissing   = "Missing"
+	reasonInUse     = "InUse"
+	reasonNoPool    = "PoolNotConfigured"
+	reasonError     = "Error"
+)
+
 // NodeVolumes keeps the records true: their status is what the node says, and a
 // record that goes takes the node's data along first.
 type NodeVolumes struct {
@@ -100,8 +111,8 @@ func (n *NodeVolumes) unclaimed(ctx context.Context, nv *v1alpha1.NodeVolume) (b
 // statusOf is the status of a record whose node says v.
 func statusOf(nv *v1alpha1.NodeVolume, v *agentv1.Volume, connected, unclaimed bool) *v1alpha1.NodeVolumeStatus {
 	s := nv.Status.DeepCopy()
-	created := metav1.Condition{Type: v1alpha1.ConditionCreated, Status: metav1.ConditionTrue, Reason: "Created", Message: "the node keeps the volume"}
-	filled := metav1.Condition{Type: v1alpha1.ConditionPopulated, Status: metav1.ConditionTrue, Reason: "Populated", Message: "the data is complete"}
+	created := metav1.Condition{Type: v1alpha1.ConditionCreated, Status: metav1.ConditionTrue, Reason: reasonCreated, Message: "the node keeps the volume"}
+	filled := metav1.Condition{Type: v1alpha1.ConditionPopulated, Status: metav1.ConditionTrue, Reason: reasonPopulated, Message: "the data is complete"}
 	if connected && v != nil {
 		s.Created = true
 		s.PoolUUID, s.CapacityBytes = v.GetPoolUuid(), v.GetCapacityBytes()
@@ -119,10 +130,10 @@ func statusOf(nv *v1alpha1.NodeVolume, v *agentv1.Volume, connected, unclaimed b
 		created.Status, created.Reason, created.Message = boolStatus(s.Created), populator.ReasonNodeUnavailable, fmt.Sprintf("the Longshore plugin of node %s is not connected", nv.Spec.Node)
 	case v == nil && s.Created:
 		s.Phase = phaseAt(s, nil, unclaimed)
-		created.Status, created.Reason, created.Message = metav1.ConditionFalse, "Missing", fmt.Sprintf("node %s does not know the volume any more: is the disk of pool %q there?", nv.Spec.Node, nv.Spec.Pool)
+		created.Status, created.Reason, created.Message = metav1.ConditionFalse, reasonMissing, fmt.Sprintf("node %s does not know the volume any more: is the disk of pool %q there?", nv.Spec.Node, nv.Spec.Pool)
 	case v == nil:
 		s.Phase = v1alpha1.PhasePending
-		created.Status, created.Reason, created.Message = metav1.ConditionFalse, "Pending", "the node has not made the volume yet"
+		created.Status, created.Reason, created.Message = metav1.ConditionFalse, reasonPending, "the node has not made the volume yet"
 	default:
 		s.Phase = phaseAt(s, v, unclaimed)
 	}
@@ -269,11 +280,13 @@ func poolOf(nv *v1alpha1.NodeVolume) string {
 func hindranceReason(err error) string {
 	switch {
 	case errors.Is(err, errInUse), errors.Is(err, csi.ErrPrecondition), errors.Is(err, csi.ErrBusy):
-		return "InUse"
+		return reasonInUse
+	case errors.Is(err, errNoPool):
+		return reasonNoPool
 	case errors.Is(err, csi.ErrUnavailable):
 		return populator.ReasonNodeUnavailable
 	}
-	return "Error"
+	return reasonError
 }
 
 // letGo takes the finalizer off.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -154,5 +155,51 @@ func TestHostileReports(t *testing.T) {
 	}
 	if len(hostile.ordersOf(id)) > 0 {
 		t.Error("the hostile node got the order, and with it the credentials")
+	}
+}
+
+// The pool that holds the data is no longer in the node's configuration: the
+// deletion waits and says what to do, and is carried out when the pool is back.
+func TestDeleteFromPoolThatIsNotConfigured(t *testing.T) {
+	t.Parallel()
+	pool := poolName(t)
+	n := newNode(t, pool, 100*mib)
+	nv := &v1alpha1.NodeVolume{ObjectMeta: metav1.ObjectMeta{Name: "stranded-" + pool}}
+	_, err := world.volumes.Create(t.Context(), csi.Request{Name: nv.Name, RequiredBytes: mib, Mode: csi.Block, Pool: pool})
+	must(t, err)
+	eventually(t, "the record names the pool that holds the data", func(ctx context.Context) error {
+		if err := world.Get(ctx, client.ObjectKeyFromObject(nv), nv); err != nil || nv.Status.PoolUUID == "" {
+			return fmt.Errorf("status is %+v (%w)", nv.Status, err)
+		}
+		return nil
+	})
+	named := func(name string) {
+		n.stop()
+		n.connected(false)
+		n.mu.Lock()
+		n.pool.Name = name
+		n.mu.Unlock()
+		n.start()
+		n.connected(true)
+	}
+	named(pool + "-other")
+	err = world.volumes.Delete(t.Context(), nv.Name)
+	wantErr(t, err, csi.ErrUnavailable, fmt.Sprintf("pool %q, which is not configured on node %s", pool, n.name))
+	eventually(t, "the record says why it stays", func(ctx context.Context) error {
+		if err := world.Get(ctx, client.ObjectKeyFromObject(nv), nv); err != nil {
+			return err
+		}
+		if c := meta.FindStatusCondition(nv.Status.Conditions, v1alpha1.ConditionDeleted); c == nil || c.Reason != reasonNoPool || !strings.Contains(c.Message, "configure the pool there again") {
+			return fmt.Errorf("condition Deleted is %+v", c)
+		}
+		return nil
+	})
+	if !n.has(nv.Name) {
+		t.Fatal("the data was deleted all the same")
+	}
+	named(pool)
+	gone(t, nv)
+	if n.has(nv.Name) {
+		t.Error("the node has the volume still")
 	}
 }

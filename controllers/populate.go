@@ -28,23 +28,22 @@ import (
 	"github.com/longshore-io/longshore/populator"
 )
 
-// annotationProvisioner is set by Kubernetes on claims that wait for a provisioner.
-const annotationProvisioner = "volume.kubernetes.io/storage-provisioner"
-
 // Populate fills claims of our classes whose dataSourceRef is a VolumeImportSource.
 type Populate struct {
 	Client client.Client
 	// Live reads Secrets and ConfigMaps, which are not cached, and what must be of now.
-	Live   client.Reader
-	Agents *Agents
-	Room   *Room
-	Events record.EventRecorder
+	Live    client.Reader
+	Agents  *Agents
+	Room    *Room
+	Network *Network
+	Events  record.EventRecorder
 	// DigestKey makes the digests of recipes; see populator.RecipeOf.
 	DigestKey []byte
 
 	mu      sync.Mutex
 	waiting map[reconcile.Request]bool         // for room, or for a node
 	shown   map[types.NamespacedName]time.Time // when a claim's annotations were last changed
+	told    map[types.NamespacedName]string    // the last event about a claim
 }
 
 // Reconcile looks, decides, does one thing, and shows it.
@@ -79,7 +78,7 @@ func (p *Populate) see(ctx context.Context, key types.NamespacedName) (*populato
 		return nil, err
 	} else if found && class.Provisioner == csi.DriverName {
 		s.Class = classOf(class)
-	} else if found || s.Claim.Annotations[annotationProvisioner] != csi.DriverName {
+	} else if found || populator.Provisioner(s.Claim) != csi.DriverName {
 		return nil, nil
 	}
 	record, pv := &v1alpha1.NodeVolume{}, &corev1.PersistentVolume{}
@@ -101,7 +100,7 @@ func (p *Populate) see(ctx context.Context, key types.NamespacedName) (*populato
 		s.Source = src
 	}
 	if s.Record == nil && s.Class != nil {
-		if s.Places, err = p.Room.Places(ctx, s.Claim, class, s.Class.Pool); err != nil {
+		if s.Places, s.Unplaced, err = p.Room.Places(ctx, s.Claim, class, s.Class.Pool); err != nil {
 			return nil, err
 		}
 	}
@@ -234,7 +233,7 @@ func (p *Populate) onNode(ctx context.Context, s *populator.Seen, a populator.Ac
 	case errors.Is(err, csi.ErrUnavailable):
 		return populator.Act{Do: populator.Wait, Reason: populator.ReasonNodeUnavailable, Message: err.Error(), Warn: true, Retry: 10 * time.Second}, nil
 	}
-	return populator.Act{Do: populator.Wait, Reason: "NodeError", Message: err.Error(), Warn: true, Retry: 30 * time.Second}, nil
+	return populator.Act{Do: populator.Wait, Reason: populator.ReasonNodeError, Message: err.Error(), Warn: true, Retry: 30 * time.Second}, nil
 }
 
 func (p *Populate) createVolume(ctx context.Context, s *populator.Seen) error {
@@ -280,8 +279,9 @@ func poolUUID(ctx context.Context, c client.Reader, node, pool string) (string, 
 
 func (p *Populate) populate(ctx context.Context, s *populator.Seen) error {
 	_, err := p.Agents.Populate(ctx, s.Record.Spec.Node, &agentv1.PopulateRequest{
-		Id: s.Record.Name, SourceKind: s.Recipe.Kind, SourceParams: s.Recipe.Params, Recipe: s.Recipe.Digest, Preallocate: s.Recipe.Preallocate,
-		Content: s.Recipe.Content, Owner: s.Claim.Namespace,
+		Id: s.Record.Name, SourceKind: s.Recipe.Kind, SourceParams: s.Recipe.Params, Recipe: s.Recipe.Attempt(), Preallocate: s.Recipe.Preallocate,
+		Content: s.Recipe.Content, Owner: s.Claim.Namespace, Format: s.Recipe.Format,
+		ClusterNetworks: s.Recipe.Reach.Cluster, OwnServices: s.Recipe.Reach.Services,
 	})
 	return err
 }
@@ -315,7 +315,12 @@ func (p *Populate) resolve(ctx context.Context, s *populator.Seen) error {
 		}
 	}
 	s.Recipe, s.Unresolved = populator.RecipeOf(s.Record.Spec.Import, m, s.Claim.Annotations[populator.AnnotationRetry], p.DigestKey)
-	return nil
+	if s.Recipe == nil {
+		return nil
+	}
+	var err error
+	s.Recipe.Reach, err = p.Network.Reach(ctx, s.Claim.Namespace)
+	return err
 }
 
 // wait remembers who is to be asked again when there is room or a node.
@@ -338,6 +343,7 @@ func (p *Populate) forget(req reconcile.Request) {
 	defer p.mu.Unlock()
 	delete(p.waiting, req)
 	delete(p.shown, req.NamespacedName)
+	delete(p.told, req.NamespacedName)
 }
 
 // Indices of claims.
@@ -352,6 +358,12 @@ func (p *Populate) SetupWithManager(ctx context.Context, mgr ctrl.Manager) error
 	ix := mgr.GetFieldIndexer()
 	if err := errors.Join(
 		ix.IndexField(ctx, &v1alpha1.NodeVolume{}, indexNode, func(o client.Object) []string { return []string{o.(*v1alpha1.NodeVolume).Spec.Node} }),
+		ix.IndexField(ctx, &corev1.PersistentVolumeClaim{}, indexKin, func(o client.Object) []string {
+			if populator.KinOf(claims(o)) == "" {
+				return nil
+			}
+			return []string{"yes"}
+		}),
 		ix.IndexField(ctx, &corev1.PersistentVolumeClaim{}, indexSource, func(o client.Object) []string { return nonEmpty(sourceOf(claims(o))) }),
 		ix.IndexField(ctx, &corev1.PersistentVolumeClaim{}, indexClass, func(o client.Object) []string {
 			if sourceOf(claims(o)) == "" || claims(o).Spec.StorageClassName == nil {

@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"encoding/pem"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"testing"
 
@@ -123,7 +125,7 @@ func TestFillWhereTheSchedulerSays(t *testing.T) {
 	chosen := newNode(t, pool, 100*mib)
 	importSource(t, ns, nil)
 	claim := claimOf(t, ns, "disk", class(t, pool, waitsForConsumer), 64*mib, nil)
-	says(t, claim, populator.ReasonWaitsForConsumer)
+	told(t, claim, "Normal", populator.ReasonWaitsForConsumer)
 	annotate(t, claim, populator.AnnotationSelectedNode, chosen.name)
 	id := populator.VolumeName(claim)
 	chosen.ordered(id, 1)
@@ -301,6 +303,9 @@ func TestRefusals(t *testing.T) {
 		{"a source to come", nil, func(s *cdiv1.VolumeImportSource) {
 			s.Spec.Source = &cdiv1.ImportSourceType{S3: &cdiv1.DataVolumeSourceS3{URL: "s3://x"}}
 		}, nil, "SourceNotSupported", "s3"},
+		{"a format that is no choice", nil, func(s *cdiv1.VolumeImportSource) {
+			s.Annotations = map[string]string{populator.AnnotationImageFormat: "vmdk"}
+		}, nil, populator.ReasonInvalidSource, `"vmdk"`},
 		{"two sources", nil, func(s *cdiv1.VolumeImportSource) { s.Spec.Source.Blank = &cdiv1.DataVolumeBlankImage{} }, nil, "InvalidSource", "http, blank"},
 		{"a wrong mode of filling", func(sc *storagev1.StorageClass) { sc.Parameters[csi.ParameterPopulate] = "instant" }, nil, nil, populator.ReasonClassInvalid, `"instant"`},
 		{"a misspelt parameter", func(sc *storagev1.StorageClass) { sc.Parameters["longshore.dev/poll"] = "x" }, nil, nil, populator.ReasonClassInvalid, "longshore.dev/poll"},
@@ -314,11 +319,7 @@ func TestRefusals(t *testing.T) {
 		t.Run(r.name, func(t *testing.T) {
 			t.Parallel()
 			ns := namespace(t)
-			source := &cdiv1.VolumeImportSource{ObjectMeta: metav1.ObjectMeta{Namespace: ns, Name: "image"}, Spec: cdiv1.VolumeImportSourceSpec{Source: &cdiv1.ImportSourceType{HTTP: &cdiv1.DataVolumeSourceHTTP{URL: "http://example.com/x"}}}}
-			if r.source != nil {
-				r.source(source)
-			}
-			must(t, world.Create(t.Context(), source))
+			imageSource(t, ns, r.source)
 			claim := claimOf(t, ns, "disk", class(t, pool, r.class), 64*mib, r.claim)
 			says(t, claim, r.reason, r.words)
 			told(t, claim, "Warning", r.reason)
@@ -384,5 +385,140 @@ func TestSourceChangesInMidTransfer(t *testing.T) {
 	defer n.mu.Unlock()
 	if len(n.deleted) == 0 {
 		t.Error("the node has kept what came of the old source")
+	}
+}
+
+// Nothing of ours is on a claim before Kubernetes has asked for its volume, though
+// events tell how things stand (R5).
+func TestQuietUntilKubernetesHasAsked(t *testing.T) {
+	t.Parallel()
+	ns, pool := namespace(t), poolName(t)
+	n := newNode(t, pool, 300*mib)
+	watcher, err := client.NewWithWatch(world.config, client.Options{Scheme: world.Scheme()})
+	must(t, err)
+	versions, err := watcher.Watch(t.Context(), &corev1.PersistentVolumeClaimList{}, client.InNamespace(ns))
+	must(t, err)
+	defer versions.Stop()
+	sc := class(t, pool, waitsForConsumer)
+	waiting := claimOf(t, ns, "waiting", sc, 64*mib, nil)
+	told(t, waiting, "Warning", populator.ReasonSourceNotFound)
+	importSource(t, ns, nil)
+	told(t, waiting, "Normal", populator.ReasonWaitsForConsumer)
+	annotate(t, waiting, populator.AnnotationSelectedNode, n.name)
+	claims := []*corev1.PersistentVolumeClaim{
+		waiting,
+		claimOf(t, ns, "immediate", class(t, pool, nil), 64*mib, nil),
+		claimOf(t, ns, "hurried", sc, 64*mib, func(c *corev1.PersistentVolumeClaim) { c.Annotations[populator.AnnotationImmediate] = "" }),
+	}
+	for _, c := range claims {
+		n.ordered(populator.VolumeName(c), 1)
+		says(t, c, populator.ReasonInProgress)
+	}
+	left := map[string]bool{}
+	for _, c := range claims {
+		left[c.Name] = true
+	}
+	for len(left) > 0 {
+		e, open := <-versions.ResultChan()
+		if !open {
+			t.Fatalf("the watch ended, %v are not seen to the end", left)
+		}
+		c := e.Object.(*corev1.PersistentVolumeClaim)
+		ours := slices.DeleteFunc(slices.Collect(maps.Keys(c.Annotations)), func(k string) bool { return !slices.Contains(populator.ProgressAnnotations, k) })
+		for _, condition := range c.Status.Conditions {
+			ours = append(ours, condition.Reason)
+			if condition.Reason == populator.ReasonInProgress {
+				delete(left, c.Name)
+			}
+		}
+		if populator.Provisioner(c) == "" && len(ours) > 0 {
+			t.Errorf("claim %s shows %q before Kubernetes has asked", c.Name, ours)
+		}
+	}
+}
+
+func inGroup(c *corev1.PersistentVolumeClaim) { c.Annotations[populator.AnnotationGroup] = "database" }
+
+// Where the first volume of a machine is, room is kept for the others, until they
+// are there or gone (R4).
+func TestRoomIsKeptForKin(t *testing.T) {
+	t.Parallel()
+	ns, pool := namespace(t), poolName(t)
+	n := newNode(t, pool, 200*mib)
+	importSource(t, ns, nil)
+	sc, later := class(t, pool, nil), class(t, pool, waitsForConsumer)
+	rest := claimOf(t, ns, "rest", later, 64*mib, inGroup)
+	told(t, rest, "Normal", populator.ReasonWaitsForConsumer)
+	first := claimOf(t, ns, "first", sc, 64*mib, inGroup)
+	n.ordered(populator.VolumeName(first), 1)
+	stranger := claimOf(t, ns, "stranger", sc, 100*mib, nil)
+	says(t, stranger, populator.ReasonPoolFull, "needs 104857600 bytes", "75497472 are free")
+	_, err := world.volumes.Create(t.Context(), csi.Request{Name: "pvc-stranger-" + pool, RequiredBytes: 100 * mib, Mode: csi.Block, Pool: pool})
+	wantErr(t, err, csi.ErrFull, "75497472 bytes free")
+	annotate(t, rest, populator.AnnotationImmediate, "")
+	n.ordered(populator.VolumeName(rest), 1)
+	must(t, world.Delete(t.Context(), first))
+	n.ordered(populator.VolumeName(stranger), 1)
+}
+
+// An ordinary volume of the machine takes the room that is kept for it.
+func TestOrdinaryVolumeOfKin(t *testing.T) {
+	t.Parallel()
+	ns, pool := namespace(t), poolName(t)
+	n := newNode(t, pool, 100*mib)
+	elsewhere := newNode(t, pool, 80*mib)
+	importSource(t, ns, nil)
+	sc := class(t, pool, nil)
+	scratch := claimOf(t, ns, "scratch", class(t, pool, waitsForConsumer), 30*mib, func(c *corev1.PersistentVolumeClaim) {
+		inGroup(c)
+		c.Spec.DataSourceRef = nil
+	})
+	first := claimOf(t, ns, "first", sc, 64*mib, inGroup)
+	n.ordered(populator.VolumeName(first), 1)
+	r := csi.Request{Name: populator.VolumeName(scratch), RequiredBytes: 30 * mib, Mode: csi.Block, Pool: pool}
+	stranger := r
+	stranger.Name = "pvc-other-" + pool
+	other, err := world.volumes.Create(t.Context(), stranger)
+	must(t, err)
+	r.ClaimNamespace, r.ClaimName = ns, scratch.Name
+	made, err := world.volumes.Create(t.Context(), r)
+	must(t, err)
+	if other.Node != elsewhere.name || made.Node != n.name {
+		t.Errorf("the stranger's volume is on %s, want %s; the machine's on %s, want %s", other.Node, elsewhere.name, made.Node, n.name)
+	}
+}
+
+// Where no node takes all volumes of a machine that is said, and they are placed all the same.
+func TestKinFitsNowhere(t *testing.T) {
+	t.Parallel()
+	ns, pool := namespace(t), poolName(t)
+	large, small := newNode(t, pool, 100*mib), newNode(t, pool, 80*mib)
+	importSource(t, ns, nil)
+	rest := claimOf(t, ns, "rest", class(t, pool, waitsForConsumer), 64*mib, inGroup)
+	told(t, rest, "Normal", populator.ReasonWaitsForConsumer)
+	first := claimOf(t, ns, "first", class(t, pool, nil), 64*mib, inGroup)
+	large.ordered(populator.VolumeName(first), 1)
+	told(t, first, "Warning", populator.ReasonGroupSplit, "2 claims of 134217728 bytes", large.name)
+	annotate(t, rest, populator.AnnotationImmediate, "")
+	small.ordered(populator.VolumeName(rest), 1)
+	told(t, rest, "Warning", populator.ReasonGroupSplit, small.name)
+}
+
+// A disk without a signature is imported when its source says that it is raw.
+func TestImageFormat(t *testing.T) {
+	t.Parallel()
+	ns, pool := namespace(t), poolName(t)
+	n := newNode(t, pool, 100*mib)
+	source := importSource(t, ns, nil)
+	claim := claimOf(t, ns, "disk", class(t, pool, nil), 64*mib, nil)
+	id := populator.VolumeName(claim)
+	if order := n.ordered(id, 1); order.Format != "" {
+		t.Errorf("the format is %q though nobody names it", order.Format)
+	}
+	n.fail(id, "NotADiskImage")
+	says(t, claim, "NotADiskImage")
+	annotate(t, source, populator.AnnotationImageFormat, "raw")
+	if order := n.ordered(id, 2); order.Format != "raw" {
+		t.Errorf("the format is %q", order.Format)
 	}
 }

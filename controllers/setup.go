@@ -67,13 +67,14 @@ func Setup(ctx context.Context, mgr ctrl.Manager, c Config) (*Volumes, *Metrics,
 	}
 	agents := &Agents{TLS: c.CA.ClientTLS, Log: mgr.GetLogger().WithName("agents")}
 	room := &Room{Client: mgr.GetClient(), Agents: agents}
+	network := &Network{Client: mgr.GetClient(), Live: mgr.GetAPIReader()}
 	if err := errors.Join(
 		mgr.Add(agents),
 		(&NodePlugins{Client: mgr.GetClient(), Agents: agents, Port: c.AgentPort}).SetupWithManager(ctx, mgr),
 		(&NodeCertificates{Client: mgr.GetClient(), CA: c.CA, User: fmt.Sprintf("system:serviceaccount:%s:%s", c.Namespace, c.NodeServiceAccount)}).SetupWithManager(mgr),
 		(&NodeVolumes{Client: mgr.GetClient(), Live: mgr.GetAPIReader(), Agents: agents}).SetupWithManager(mgr),
 		(&NodeKeeper{Client: mgr.GetClient()}).SetupWithManager(mgr),
-		(&Populate{Client: mgr.GetClient(), Live: mgr.GetAPIReader(), Agents: agents, Room: room, Events: c.Events, DigestKey: key}).SetupWithManager(ctx, mgr),
+		(&Populate{Client: mgr.GetClient(), Live: mgr.GetAPIReader(), Agents: agents, Room: room, Network: network, Events: c.Events, DigestKey: key}).SetupWithManager(ctx, mgr),
 	); err != nil {
 		return nil, nil, fmt.Errorf("set up the reconcilers: %w", err)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -35,13 +36,31 @@ func (p *Populate) show(ctx context.Context, s *populator.Seen, a populator.Act)
 	if s.Claim.DeletionTimestamp != nil {
 		return nil
 	}
-	if err := p.annotate(ctx, s); err != nil {
-		return err
+	if !a.Quiet {
+		if err := p.annotate(ctx, s); err != nil {
+			return err
+		}
 	}
-	changed, err := p.condition(ctx, s.Claim, a)
-	if err != nil || !changed {
-		return err
+	if a.Reason == "" || !a.Quiet && shows(s.Claim, a) {
+		return nil
 	}
+	// The claim's condition comes last: until it is there all of this is tried again.
+	text := fmt.Sprintf("%s %s: %s", s.Claim.UID, a.Reason, a.Message)
+	if p.lastTold(s.Claim) != text {
+		if err := p.ready(ctx, s, a); err != nil {
+			return err
+		}
+		p.tell(s, a)
+		p.remember(s.Claim, text)
+	}
+	if a.Quiet {
+		return nil
+	}
+	return p.condition(ctx, s.Claim, a)
+}
+
+// tell writes the events of an act.
+func (p *Populate) tell(s *populator.Seen, a populator.Act) {
 	switch {
 	case a.Done:
 		p.event(s, corev1.EventTypeNormal, eventSucceeded, a.Message)
@@ -52,7 +71,21 @@ func (p *Populate) show(ctx context.Context, s *populator.Seen, a populator.Act)
 	default:
 		p.event(s, corev1.EventTypeNormal, a.Reason, a.Message)
 	}
-	return p.ready(ctx, s, a)
+}
+
+func (p *Populate) lastTold(claim *corev1.PersistentVolumeClaim) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.told[client.ObjectKeyFromObject(claim)]
+}
+
+func (p *Populate) remember(claim *corev1.PersistentVolumeClaim, text string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.told == nil {
+		p.told = map[types.NamespacedName]string{}
+	}
+	p.told[client.ObjectKeyFromObject(claim)] = text
 }
 
 func (p *Populate) event(s *populator.Seen, kind, reason, message string) {
@@ -62,32 +95,36 @@ func (p *Populate) event(s *populator.Seen, kind, reason, message string) {
 	}
 }
 
-// condition writes the claim's condition Populated and leaves all others alone.
-func (p *Populate) condition(ctx context.Context, claim *corev1.PersistentVolumeClaim, a populator.Act) (changed bool, err error) {
-	if a.Reason == "" {
-		return false, nil
-	}
-	next := corev1.PersistentVolumeClaimCondition{Type: v1alpha1.ConditionPopulated, Status: corev1.ConditionFalse, Reason: a.Reason, Message: a.Message, LastTransitionTime: metav1.Now()}
+// conditionOf is the claim's condition Populated as the act has it.
+func conditionOf(a populator.Act) corev1.PersistentVolumeClaimCondition {
+	c := corev1.PersistentVolumeClaimCondition{Type: v1alpha1.ConditionPopulated, Status: corev1.ConditionFalse, Reason: a.Reason, Message: a.Message, LastTransitionTime: metav1.Now()}
 	if a.Done {
-		next.Status = corev1.ConditionTrue
+		c.Status = corev1.ConditionTrue
 	}
-	old := claim.DeepCopy()
-	at := len(claim.Status.Conditions)
-	for i, c := range claim.Status.Conditions {
-		if c.Type != next.Type {
-			continue
+	return c
+}
+
+// shows tells whether the claim shows the act already.
+func shows(claim *corev1.PersistentVolumeClaim, a populator.Act) bool {
+	next := conditionOf(a)
+	return slices.ContainsFunc(claim.Status.Conditions, func(c corev1.PersistentVolumeClaimCondition) bool {
+		return c.Type == next.Type && c.Status == next.Status && c.Reason == next.Reason && c.Message == next.Message
+	})
+}
+
+// condition writes the claim's condition Populated and leaves all others alone.
+func (p *Populate) condition(ctx context.Context, claim *corev1.PersistentVolumeClaim, a populator.Act) error {
+	next, old := conditionOf(a), claim.DeepCopy()
+	at := slices.IndexFunc(claim.Status.Conditions, func(c corev1.PersistentVolumeClaimCondition) bool { return c.Type == next.Type })
+	if at < 0 {
+		claim.Status.Conditions = append(claim.Status.Conditions, next)
+	} else {
+		if was := claim.Status.Conditions[at]; was.Status == next.Status {
+			next.LastTransitionTime = was.LastTransitionTime
 		}
-		if c.Status == next.Status && c.Reason == next.Reason && c.Message == next.Message {
-			return false, nil
-		}
-		if c.Status == next.Status {
-			next.LastTransitionTime = c.LastTransitionTime
-		}
-		at = i
+		claim.Status.Conditions[at] = next
 	}
-	claim.Status.Conditions = append(append(claim.Status.Conditions[:at:at], next), claim.Status.Conditions[min(at+1, len(claim.Status.Conditions)):]...)
-	err = p.Client.Status().Patch(ctx, claim, client.StrategicMergeFrom(old))
-	return err == nil, client.IgnoreNotFound(err)
+	return client.IgnoreNotFound(p.Client.Status().Patch(ctx, claim, client.StrategicMergeFrom(old)))
 }
 
 // annotate shows phase and progress on the claim, seldom: see populator.Due.

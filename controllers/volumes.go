@@ -167,10 +167,19 @@ func (v *Volumes) nodes(ctx context.Context, r csi.Request, from *v1alpha1.NodeV
 		node string
 		free int64
 	}
+	key, err := v.Room.kinOf(ctx, r.ClaimNamespace, r.ClaimName)
+	if err != nil {
+		return nil, err
+	}
+	kins, err := v.Room.kins(ctx)
+	if err != nil {
+		return nil, err
+	}
+	kin, held := kins[key], kins.Held(key)
 	var places []place
 	var full, other []string
 	for _, node := range candidates {
-		free, obstacle, err := v.Room.Free(ctx, node, r.Pool)
+		free, obstacle, err := v.Room.Free(ctx, node, r.Pool, held)
 		switch {
 		case err != nil:
 			return nil, err
@@ -192,7 +201,7 @@ func (v *Volumes) nodes(ctx context.Context, r csi.Request, from *v1alpha1.NodeV
 	}
 	if anywhere {
 		slices.SortFunc(places, func(a, b place) int {
-			return cmp.Or(cmp.Compare(b.free, a.free), strings.Compare(a.node, b.node))
+			return cmp.Or(cmp.Compare(number(kin.On(b.node)), number(kin.On(a.node))), cmp.Compare(b.free, a.free), strings.Compare(a.node, b.node))
 		})
 	}
 	var nodes []string

@@ -97,7 +97,27 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer stop()
-	return m.Run()
+	code := m.Run()
+	if err := undisturbed(ctx); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return code
+}
+
+// undisturbed tells whether Kubernetes could write on all claims of all tests: its
+// complaint would end clients that read events (R5).
+func undisturbed(ctx context.Context) error {
+	var events corev1.EventList
+	if err := world.List(ctx, &events); err != nil {
+		return err
+	}
+	for _, e := range events.Items {
+		if e.Reason == "ProvisioningFailed" && strings.Contains(e.Message, "has been modified") {
+			return fmt.Errorf("claim %s/%s was written to while Kubernetes did: %s", e.InvolvedObject.Namespace, e.InvolvedObject.Name, e.Message)
+		}
+	}
+	return nil
 }
 
 // startBinder runs the controllers of Kubernetes that bind claims and protect them.
@@ -401,11 +421,20 @@ func retained(sc *storagev1.StorageClass) {
 
 func importSource(t *testing.T, ns string, change func(*cdiv1.DataVolumeSourceHTTP)) *cdiv1.VolumeImportSource {
 	t.Helper()
+	return imageSource(t, ns, func(s *cdiv1.VolumeImportSource) {
+		if change != nil {
+			change(s.Spec.Source.HTTP)
+		}
+	})
+}
+
+func imageSource(t *testing.T, ns string, change func(*cdiv1.VolumeImportSource)) *cdiv1.VolumeImportSource {
+	t.Helper()
 	h := &cdiv1.DataVolumeSourceHTTP{URL: "https://example.com/disk.qcow2"}
-	if change != nil {
-		change(h)
-	}
 	s := &cdiv1.VolumeImportSource{ObjectMeta: metav1.ObjectMeta{Namespace: ns, Name: "image"}, Spec: cdiv1.VolumeImportSourceSpec{Source: &cdiv1.ImportSourceType{HTTP: h}}}
+	if change != nil {
+		change(s)
+	}
 	must(t, world.Create(t.Context(), s))
 	return s
 }

@@ -27,24 +27,41 @@ const (
 	AnnotationImmediate = "cdi.kubevirt.io/storage.bind.immediate.requested"
 	// AnnotationRetry, when it changes, has a transfer tried again that failed for good.
 	AnnotationRetry = "longshore.dev/retry"
+	// AnnotationProvisioner is set by Kubernetes on a claim that waits for its volume; by
+	// AnnotationBetaProvisioner until it drops that.
+	AnnotationProvisioner     = "volume.kubernetes.io/storage-provisioner"
+	AnnotationBetaProvisioner = "volume.beta.kubernetes.io/storage-provisioner"
+	// AnnotationGroup names claims of a namespace whose volumes shall be on one node.
+	AnnotationGroup = "longshore.dev/group"
 )
 
-// Reasons of the Populated condition that are not the transfer's own.
+// Reasons of the Populated condition; those of a transfer that goes wrong are the
+// node's (nodeplugin/fault), of which these know the ones that they share.
 const (
-	ReasonWaitsForConsumer = "WaitForFirstConsumer"
-	ReasonWaitsForPod      = "WaitForPod" // mode stage: filled when the first pod uses it
-	ReasonScheduled        = "ImportScheduled"
-	ReasonInProgress       = "ImportInProgress"
-	ReasonSucceeded        = "ImportSucceeded"
-	ReasonPoolFull         = "PoolFull"
-	ReasonNoNode           = "NoNode"
-	ReasonNodeUnavailable  = "NodeUnavailable"
-	ReasonNodeGone         = "NodeGone"
-	ReasonSourceNotFound   = "SourceNotFound"
-	ReasonSourceReplaced   = "SourceReplaced"
-	ReasonClassNotFound    = "StorageClassNotFound"
-	ReasonClassInvalid     = "StorageClassInvalid"
-	ReasonInvalidClaim     = "InvalidClaim"
+	ReasonWaitsForConsumer   = "WaitForFirstConsumer"
+	ReasonWaitsForPod        = "WaitForPod" // mode stage: filled when the first pod uses it
+	ReasonScheduled          = "ImportScheduled"
+	ReasonGroupSplit         = "GroupSplit" // the volumes of a machine do not fit one node
+	ReasonInProgress         = "ImportInProgress"
+	ReasonSucceeded          = "ImportSucceeded"
+	ReasonPoolFull           = "PoolFull"
+	ReasonNoNode             = "NoNode"
+	ReasonNodeUnavailable    = "NodeUnavailable"
+	ReasonNodeGone           = "NodeGone"
+	ReasonNodeError          = "NodeError"
+	ReasonSourceNotFound     = "SourceNotFound"
+	ReasonSourceReplaced     = "SourceReplaced"
+	ReasonSourceNotSupported = "SourceNotSupported"
+	ReasonInvalidSource      = "InvalidSource"
+	ReasonSecretNotFound     = "SecretNotFound"
+	ReasonSecretKeyNotFound  = "SecretKeyNotFound"
+	ReasonSecretInvalid      = "SecretInvalid"
+	ReasonConfigMapNotFound  = "ConfigMapNotFound"
+	ReasonConfigMapInvalid   = "ConfigMapInvalid"
+	ReasonClassNotFound      = "StorageClassNotFound"
+	ReasonClassInvalid       = "StorageClassInvalid"
+	ReasonInvalidClaim       = "InvalidClaim"
+	ReasonAddressNotAllowed  = "AddressNotAllowed"
 )
 
 // Waits, for what no watch tells of.
@@ -76,8 +93,9 @@ type Place struct {
 	Obstacle, Unfit string
 	// FreeBytes is what the node's pool gives to one more volume.
 	FreeBytes int64
-	// Kin: volumes of the same machine are there already.
-	Kin bool
+	// Kin: volumes of the same machine are there already. Whole: there is room for all
+	// that are still to be placed.
+	Kin, Whole bool
 }
 
 // Agent is what the node of the record, or the selected node, says.
@@ -101,9 +119,17 @@ type Seen struct {
 	HasPV  bool
 	Places []Place // where there is no record yet
 	Agent  Agent
+	// Unplaced are the claims of the same machine that have no node, this one among them.
+	Unplaced Sum
 	// After Resolve one of these is set.
 	Recipe     *Recipe
 	Unresolved *Problem
+}
+
+// Sum is so many claims, and the bytes of their volumes.
+type Sum struct {
+	Claims int
+	Bytes  int64
 }
 
 // Deed is what the caller is to do.
@@ -131,13 +157,35 @@ type Act struct {
 	// Done: the condition is True. Warn: a person is to look at it. Failed: the transfer
 	// has ended, and only a person has it tried again.
 	Done, Warn, Failed bool
+	// Quiet: nothing may be written on the claim now, save its selected node. What is to
+	// be shown there shows once it may.
+	Quiet bool
 	// Retry is when to look again at the latest; 0: when something changes.
 	Retry time.Duration
 }
 
-// Next tells what to do for s. It looks at nothing else; the order of the cases
-// is the order of a claim's life.
+// Next tells what to do for s. It looks at nothing else.
+//
+// Until Kubernetes has named the provisioner on the claim, it is about to write
+// there by what it has read before. If somebody else wrote in between, it would
+// tell of its failure by an event ProvisioningFailed, which clients (virtctl
+// image-upload) take for the end. Only the selected node cannot wait, for that is
+// what makes Kubernetes name the provisioner.
 func Next(s Seen) Act {
+	a := s.next()
+	if a.Quiet = Provisioner(s.Claim) == "" && s.Claim.Spec.VolumeName == ""; a.Quiet && a.Do == LeaveNode {
+		a.Do = Wait
+	}
+	return a
+}
+
+// Provisioner is whom Kubernetes has asked for the claim's volume; "" for nobody yet.
+func Provisioner(claim *corev1.PersistentVolumeClaim) string {
+	return cmp.Or(claim.Annotations[AnnotationProvisioner], claim.Annotations[AnnotationBetaProvisioner])
+}
+
+// next is Next but for Quiet; the order of the cases is the order of a claim's life.
+func (s Seen) next() Act {
 	r := s.Record
 	switch {
 	case s.Claim.DeletionTimestamp != nil:
@@ -220,7 +268,7 @@ func (s Seen) sourceProblem() *Problem {
 	if s.Source == nil {
 		return transient(ReasonSourceNotFound, "VolumeImportSource %q does not exist in namespace %q: create it, or make the claim again without it", s.Claim.Spec.DataSourceRef.Name, s.Claim.Namespace)
 	}
-	return CheckSource(&s.Source.Spec)
+	return CheckSource(s.Source)
 }
 
 func retryOf(p *Problem) time.Duration {
@@ -262,10 +310,16 @@ func (s Seen) place() Act {
 	}
 	best, free, why := choose(s.Places, s.need())
 	switch {
-	case best != "" && waits:
-		return Act{Do: ChooseNode, Node: best}
-	case best != "":
-		return s.write(best)
+	case best != nil:
+		a := s.write(best.Node)
+		if waits {
+			a = Act{Do: ChooseNode, Node: best.Node}
+		}
+		if s.splits(best) {
+			a.Reason, a.Warn = ReasonGroupSplit, true
+			a.Message = fmt.Sprintf("no node has room for all volumes of the claim's machine (%d claims of %d bytes in all are still to be placed): this one will be on node %s, the others may not; a pod that uses them together cannot run then; enlarge a pool, or delete volumes and make the claims again", s.Unplaced.Claims, s.Unplaced.Bytes, best.Node)
+		}
+		return a
 	case free >= 0:
 		return Act{Do: Wait, Reason: ReasonPoolFull, Message: s.full(free) + "; " + why, Warn: true, Retry: soon}
 	}
@@ -296,19 +350,22 @@ func (s Seen) write(node string) Act {
 	return Act{Do: WriteRecord, Node: node, Reason: ReasonScheduled, Message: fmt.Sprintf("the import will run on node %s; its progress shows on NodeVolume %s", node, VolumeName(s.Claim))}
 }
 
-func (s Seen) need() int64 {
-	request := s.Claim.Spec.Resources.Requests[corev1.ResourceStorage]
-	return VolumeBytes(request.Value(), FSTypeOf(s.Claim, s.Class))
-}
+func (s Seen) need() int64 { return NeedOf(s.Claim, s.Class) }
 
 func (s Seen) full(free int64) string {
 	return fmt.Sprintf("pool %q has no room: the volume needs %d bytes, %d are free; delete volumes, or enlarge the pool", s.Class.Pool, s.need(), max(free, 0))
 }
 
-// choose takes the place with room that has kin, then the most free bytes, then
-// the first name. Without one it tells the most free bytes of the places that
-// could be (-1: none) and why each is out.
-func choose(places []Place, need int64) (node string, free int64, why string) {
+// splits tells whether the volumes of one machine come to lie on several nodes.
+func (s Seen) splits(best *Place) bool {
+	elsewhere := slices.ContainsFunc(s.Places, func(p Place) bool { return p.Kin })
+	return !best.Kin && (elsewhere || !best.Whole)
+}
+
+// choose takes the place with room that has kin, then room for all kin, then the
+// most free bytes, then the first name. Without one it tells the most free bytes of
+// the places that could be (-1: none) and why each is out.
+func choose(places []Place, need int64) (best *Place, free int64, why string) {
 	var fit []Place
 	var out []string
 	free = -1
@@ -324,26 +381,31 @@ func choose(places []Place, need int64) (node string, free int64, why string) {
 		}
 	}
 	if len(fit) > 0 {
-		return slices.MinFunc(fit, comparePlaces).Node, 0, ""
+		p := slices.MinFunc(fit, comparePlaces)
+		return &p, 0, ""
 	}
 	if len(places) == 0 {
-		return "", -1, "the cluster has no node with the Longshore plugin"
+		return nil, -1, "the cluster has no node with the Longshore plugin"
 	}
 	slices.Sort(out)
 	if more := len(out) - 5; more > 0 {
 		out = append(out[:5], fmt.Sprintf("and %d more nodes", more))
 	}
-	return "", free, strings.Join(out, ", ")
+	return nil, free, strings.Join(out, ", ")
 }
 
+// comparePlaces puts the better place first.
 func comparePlaces(a, b Place) int {
-	switch {
-	case a.Kin != b.Kin && a.Kin, a.Kin == b.Kin && a.FreeBytes > b.FreeBytes:
-		return -1
-	case a.Kin == b.Kin && a.FreeBytes == b.FreeBytes:
-		return strings.Compare(a.Node, b.Node)
+	first := func(a, b bool) int {
+		switch {
+		case a && !b:
+			return -1
+		case b && !a:
+			return 1
+		}
+		return 0
 	}
-	return 1
+	return cmp.Or(first(a.Kin, b.Kin), first(a.Whole, b.Whole), cmp.Compare(b.FreeBytes, a.FreeBytes), strings.Compare(a.Node, b.Node))
 }
 
 // onNode goes on with a record whose node is settled.
@@ -392,9 +454,8 @@ func (s Seen) fill() Act {
 		}
 		return Act{Do: Wait, Reason: ReasonInProgress, Message: fmt.Sprintf("data comes in on node %s; its progress shows on NodeVolume %s", s.Record.Spec.Node, s.Record.Name)}
 	case agentv1.State_STATE_FAILED:
-		if s.Recipe != nil && s.Recipe.Digest == v.GetRecipe() {
-			f := v.GetFailure()
-			return Act{Do: Wait, Reason: f.GetReason(), Message: f.GetMessage() + s.remedy(), Warn: true, Failed: true, Retry: later}
+		if f := v.GetFailure(); s.Recipe != nil && s.Recipe.tried(v.GetRecipe(), f.GetReason()) {
+			return Act{Do: Wait, Reason: f.GetReason(), Message: f.GetMessage() + s.remedy(f.GetReason()), Warn: true, Failed: true, Retry: later}
 		}
 	default:
 		if s.Record.Spec.Import.Mode == v1alpha1.PopulateStage && !v.GetWanted() {
@@ -411,8 +472,11 @@ func (s Seen) fill() Act {
 }
 
 // remedy names what has a failed transfer tried again.
-func (s Seen) remedy() string {
+func (s Seen) remedy(failed string) string {
 	what := append([]string{fmt.Sprintf("VolumeImportSource %q", s.Record.Spec.Import.SourceName)}, NeedsOf(s.Record.Spec.Import.Source).names()...)
+	if failed == ReasonAddressNotAllowed {
+		what = append(what, fmt.Sprintf("the addresses of namespace %s's Services", s.Claim.Namespace))
+	}
 	return fmt.Sprintf(" (not tried again until %s or the claim's annotation %s changes)", strings.Join(what, ", "), AnnotationRetry)
 }
 

@@ -24,7 +24,7 @@ func seen(clauses ...clause) Seen {
 	group := "cdi.kubevirt.io"
 	s := Seen{
 		Claim: &corev1.PersistentVolumeClaim{
-			ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: "disk", UID: "7", Annotations: map[string]string{}},
+			ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: "disk", UID: "7", Annotations: map[string]string{AnnotationProvisioner: "csi.longshore.dev"}},
 			Spec: corev1.PersistentVolumeClaimSpec{
 				StorageClassName: &class,
 				AccessModes:      []corev1.PersistentVolumeAccessMode{corev1.ReadWriteOnce},
@@ -37,7 +37,7 @@ func seen(clauses ...clause) Seen {
 			ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: "image", UID: "8"},
 			Spec:       cdiv1.VolumeImportSourceSpec{Source: &cdiv1.ImportSourceType{HTTP: &cdiv1.DataVolumeSourceHTTP{URL: "https://example.com/disk.qcow2", SecretRef: "login"}}},
 		},
-		Places: []Place{{Node: "a", FreeBytes: size}, {Node: "b", FreeBytes: 4 * size}, {Node: "c", FreeBytes: 2 * size}},
+		Places: []Place{{Node: "a", FreeBytes: size, Whole: true}, {Node: "b", FreeBytes: 4 * size, Whole: true}, {Node: "c", FreeBytes: 2 * size, Whole: true}},
 	}
 	for _, c := range clauses {
 		c(&s)
@@ -60,6 +60,7 @@ func immediate(s *Seen)  { s.Claim.Annotations[AnnotationImmediate] = "" }
 func nodeGone(s *Seen)   { s.Agent.Gone = true }
 func unresolved(s *Seen) { s.Unresolved = transient("SecretNotFound", "Secret %q", "login") }
 func recipe(s *Seen)     { s.Recipe = &Recipe{Digest: "new"} }
+func unasked(s *Seen)    { delete(s.Claim.Annotations, AnnotationProvisioner) }
 func wanted(s *Seen)     { s.Agent.Volume.Wanted = true }
 func changed(s *Seen)    { s.Source.Spec.Source.HTTP.URL = "https://example.com/other.qcow2" }
 func remade(s *Seen)     { s.Source.UID = "9" }
@@ -83,7 +84,11 @@ func failure(terminal bool) clause {
 		s.Agent.Volume.Failure = &agentv1.Failure{Terminal: terminal, Reason: "Unauthorized", Message: "401"}
 	}
 }
-func shows(reason string) clause {
+func refused(s *Seen) {
+	s.Agent.Volume.Recipe = Recipe{Digest: "old"}.Attempt()
+	s.Agent.Volume.Failure = &agentv1.Failure{Terminal: true, Reason: ReasonAddressNotAllowed, Message: "10.0.0.7"}
+}
+func showing(reason string) clause {
 	return func(s *Seen) {
 		s.Claim.Status.Conditions = []corev1.PersistentVolumeClaimCondition{{Type: v1alpha1.ConditionPopulated, Status: "False", Reason: reason}}
 	}
@@ -96,7 +101,17 @@ func free(bytes int64) clause {
 	}
 }
 
-func TestNext(t *testing.T) {
+type story struct {
+	when   string
+	seen   Seen
+	do     Deed
+	node   string
+	reason string
+	words  string
+}
+
+// stories are the lives of claims, told in the order of life.
+func stories() []story {
 	const (
 		empty   = agentv1.State_STATE_EMPTY
 		filling = agentv1.State_STATE_FILLING
@@ -104,16 +119,9 @@ func TestNext(t *testing.T) {
 		full    = agentv1.State_STATE_POPULATED
 	)
 	other := "other"
-	rows := []struct {
-		when   string
-		seen   Seen
-		do     Deed
-		node   string
-		reason string
-		words  string
-	}{
+	return []story{
 		{"a claim that waits for its consumer has none", seen(waits), Wait, "", ReasonWaitsForConsumer, "first pod"},
-		{"its last node was full, and the scheduler has not chosen again", seen(waits, shows(ReasonPoolFull)), Wait, "", "", ""},
+		{"its last node was full, and the scheduler has not chosen again", seen(waits, showing(ReasonPoolFull)), Wait, "", "", ""},
 		{"nobody consumes it, but it shall be filled at once", seen(waits, immediate), ChooseNode, "b", "", ""},
 		{"the same, and no node has room", seen(waits, immediate, free(mib)), Wait, "", ReasonPoolFull, "needs 67108864 bytes, 1048576 are free"},
 		{"the scheduler has chosen a node", seen(waits, selected("c"), connected), WriteRecord, "c", ReasonScheduled, "c"},
@@ -121,10 +129,24 @@ func TestNext(t *testing.T) {
 		{"the chosen node is too small", seen(waits, selected("a"), connected, free(mib)), LeaveNode, "", ReasonPoolFull, "on node a"},
 		{"the chosen node has no such pool", seen(waits, selected("a"), connected, func(s *Seen) { s.Places[0].Obstacle = "no pool" }), LeaveNode, "", ReasonNoNode, "no pool"},
 		{"the chosen node is cordoned since", seen(waits, selected("a"), connected, func(s *Seen) { s.Places[0].Unfit = "cordoned" }), WriteRecord, "a", ReasonScheduled, ""},
+		{"the chosen node is too small, and Kubernetes has not asked for the volume yet", seen(waits, selected("a"), connected, free(mib), unasked), Wait, "", ReasonPoolFull, "on node a"},
 		{"the chosen node is gone", seen(waits, selected("z"), nodeGone), LeaveNode, "", ReasonNodeGone, "z"},
 		{"an immediate claim goes where most is free", seen(), WriteRecord, "b", ReasonScheduled, "b"},
 		{"an immediate claim goes to its kin", seen(func(s *Seen) { s.Places[0].Kin = true }), WriteRecord, "a", ReasonScheduled, ""},
-		{"kin without room does not help", seen(func(s *Seen) { s.Places[0] = Place{Node: "a", Kin: true} }), WriteRecord, "b", ReasonScheduled, ""},
+		{"kin without room does not help", seen(func(s *Seen) { s.Places[0] = Place{Node: "a", Kin: true} }), WriteRecord, "b", ReasonGroupSplit, "on node b"},
+		{"one node has room for all kin, another more room for this one", seen(func(s *Seen) { s.Places[1].Whole = false }), WriteRecord, "c", ReasonScheduled, ""},
+		{"no node has room for all kin", seen(func(s *Seen) {
+			s.Unplaced = Sum{Claims: 3, Bytes: 9 * size}
+			for i := range s.Places {
+				s.Places[i].Whole = false
+			}
+		}), WriteRecord, "b", ReasonGroupSplit, "3 claims of 603979776 bytes"},
+		{"the same on a class that waits", seen(waits, immediate, func(s *Seen) {
+			for i := range s.Places {
+				s.Places[i].Whole = false
+			}
+		}), ChooseNode, "b", ReasonGroupSplit, "on node b"},
+		{"kin is on a node that has no room for the rest", seen(func(s *Seen) { s.Places[0].Kin, s.Places[0].Whole = true, false }), WriteRecord, "a", ReasonScheduled, ""},
 		{"the best node is cordoned", seen(func(s *Seen) { s.Places[1].Unfit = "cordoned" }), WriteRecord, "c", ReasonScheduled, ""},
 		{"equal nodes go by name", seen(free(size)), WriteRecord, "a", ReasonScheduled, ""},
 		{"no node has room", seen(free(mib)), Wait, "", ReasonPoolFull, "needs 67108864 bytes, 1048576 are free"},
@@ -165,6 +187,15 @@ func TestNext(t *testing.T) {
 		{"data shall come again", seen(record("b"), volume(filling), failure(false)), Wait, "", "Unauthorized", "401 (it is being tried again)"},
 		{"the transfer failed for good", seen(record("b"), volume(failed), failure(true)), Resolve, "", "", ""},
 		{"it failed for good by the very recipe", seen(record("b"), volume(failed), failure(true), func(s *Seen) { s.Recipe = &Recipe{Digest: "old"} }), Wait, "", "Unauthorized", `401 (not tried again until VolumeImportSource "image", Secret "login" or the claim's annotation longshore.dev/retry changes)`},
+		{"it failed for good by the very recipe, when other Services were there", seen(record("b"), volume(failed), failure(true), func(s *Seen) {
+			s.Recipe = &Recipe{Digest: "old", Reach: Reach{Services: []string{"10.0.0.7"}}}
+		}), Wait, "", "Unauthorized", "401"},
+		{"it was refused an address, and is still", seen(record("b"), volume(failed), refused, func(s *Seen) {
+			s.Recipe = &Recipe{Digest: "old", Reach: Reach{Cluster: []string{"10.0.0.0/8"}}}
+		}), Wait, "", ReasonAddressNotAllowed, "the addresses of namespace tenant's Services"},
+		{"it was refused an address, and the namespace has other Services now", seen(record("b"), volume(failed), refused, func(s *Seen) {
+			s.Recipe = &Recipe{Digest: "old", Reach: Reach{Services: []string{"10.0.0.7"}}}
+		}), Populate, "", ReasonScheduled, ""},
 		{"it failed for good by another recipe", seen(record("b"), volume(failed), failure(true), recipe), Populate, "", ReasonScheduled, ""},
 		{"it failed for good and now the Secret is gone", seen(record("b"), volume(failed), failure(true), unresolved), Wait, "", "SecretNotFound", ""},
 		{"the node has all data, the record does not say so yet", seen(record("b"), volume(full)), Wait, "", "", ""},
@@ -195,7 +226,10 @@ func TestNext(t *testing.T) {
 		{"the source is made again otherwise", seen(record("b"), volume(filling), remade, changed), Release, "", ReasonSourceReplaced, ""},
 		{"the class goes in mid-transfer", seen(record("b"), volume(filling), noClass), Wait, "", ReasonClassNotFound, ""},
 	}
-	for _, r := range rows {
+}
+
+func TestNext(t *testing.T) {
+	for _, r := range stories() {
 		t.Run(r.when, func(t *testing.T) {
 			a := Next(r.seen)
 			if a.Do != r.do || a.Node != r.node || a.Reason != r.reason || !strings.Contains(a.Message, r.words) {
@@ -238,6 +272,32 @@ func TestNextNeverReleasesWhatIsPublished(t *testing.T) {
 			if a := Next(seen(cs...)); a.Do == Release || a.Do == LeaveNode {
 				t.Fatalf("%v: %+v", told, a)
 			}
+		}
+	}
+}
+
+// Until Kubernetes has named the provisioner, nobody but it writes on the claim,
+// save that a node is written where there is none (R5).
+func TestNextIsQuietUntilKubernetesHasAsked(t *testing.T) {
+	for _, r := range stories() {
+		loud := Next(r.seen)
+		if r.seen.Claim.Annotations[AnnotationProvisioner] != "" && loud.Quiet {
+			t.Errorf("%s: quiet although Kubernetes has asked", r.when)
+		}
+		s := r.seen
+		s.Claim = s.Claim.DeepCopy()
+		delete(s.Claim.Annotations, AnnotationProvisioner)
+		a := Next(s)
+		switch bound := s.Claim.Spec.VolumeName != ""; {
+		case a.Quiet == bound:
+			t.Errorf("%s: quiet is %v, bound %v", r.when, a.Quiet, bound)
+		case bound:
+		case a.Do == LeaveNode, a.Do == ChooseNode && s.selected() != "":
+			t.Errorf("%s: %s of a claim with the selected node %q", r.when, a.Do, s.selected())
+		}
+		s.Claim.Annotations[AnnotationBetaProvisioner] = "csi.longshore.dev"
+		if again := Next(s); again.Quiet {
+			t.Errorf("%s: quiet although Kubernetes has asked by the older name", r.when)
 		}
 	}
 }

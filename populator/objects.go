@@ -2,7 +2,6 @@ package populator
 
 import (
 	"slices"
-	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -42,6 +41,12 @@ func FSTypeOf(claim *corev1.PersistentVolumeClaim, class *Class) string {
 	return class.FSType
 }
 
+// NeedOf is the capacity in bytes of the claim's volume.
+func NeedOf(claim *corev1.PersistentVolumeClaim, class *Class) int64 {
+	request := claim.Spec.Resources.Requests[corev1.ResourceStorage]
+	return VolumeBytes(request.Value(), FSTypeOf(claim, class))
+}
+
 // ImportOf is what a record keeps of a source: all that a transfer needs when
 // the source itself is gone.
 func ImportOf(source *cdiv1.VolumeImportSource, mode v1alpha1.PopulateMode) *v1alpha1.Import {
@@ -52,6 +57,7 @@ func ImportOf(source *cdiv1.VolumeImportSource, mode v1alpha1.PopulateMode) *v1a
 		Source:        source.Spec.Source.DeepCopy(),
 		ContentType:   source.Spec.ContentType,
 		Preallocation: source.Spec.Preallocation != nil && *source.Spec.Preallocation,
+		Format:        source.Annotations[AnnotationImageFormat],
 	}
 }
 
@@ -63,7 +69,7 @@ func Record(claim *corev1.PersistentVolumeClaim, class *Class, source *cdiv1.Vol
 			Kind:          v1alpha1.KindVolume,
 			Node:          node,
 			Pool:          class.Pool,
-			CapacityBytes: Seen{Claim: claim, Class: class}.need(),
+			CapacityBytes: NeedOf(claim, class),
 			VolumeMode:    ModeOf(claim),
 			FSType:        FSTypeOf(claim, class),
 			Claim:         &v1alpha1.ClaimReference{Namespace: claim.Namespace, Name: claim.Name, UID: claim.UID},
@@ -119,21 +125,4 @@ func PersistentVolume(d Driver, claim *corev1.PersistentVolumeClaim, class *Clas
 		pv.Finalizers = []string{finalizerProvisioner}
 	}
 	return pv
-}
-
-// KinOf is the key by which claims belong to one machine, so that their volumes
-// shall be on one node; "" for a claim that belongs to none.
-func KinOf(claim *corev1.PersistentVolumeClaim) string {
-	for _, o := range claim.OwnerReferences {
-		if o.Kind == "VirtualMachine" || o.Kind == "VirtualMachineInstance" {
-			return "owner/" + string(o.UID)
-		}
-	}
-	if id := claim.Labels["vmID"]; id != "" {
-		return "vm/" + claim.Namespace + "/" + id
-	}
-	if name := strings.TrimSpace(claim.Annotations["longshore.dev/group"]); name != "" {
-		return "group/" + claim.Namespace + "/" + name
-	}
-	return ""
 }

@@ -5,7 +5,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
 	"github.com/longshore-io/longshore/api/v1alpha1"
@@ -91,24 +90,5 @@ func TestRecord(t *testing.T) {
 	s.Source.Spec.Source.HTTP.URL = "changed"
 	if nv.Spec.Import.Source.HTTP.URL == "changed" {
 		t.Error("the record shares memory with the source")
-	}
-}
-
-func TestKinOf(t *testing.T) {
-	s := seen()
-	if got := KinOf(s.Claim); got != "" {
-		t.Errorf("a claim of no machine has the kin %q", got)
-	}
-	s.Claim.Annotations["longshore.dev/group"] = "db"
-	if got := KinOf(s.Claim); got != "group/tenant/db" {
-		t.Errorf("by annotation: %q", got)
-	}
-	s.Claim.Labels = map[string]string{"vmID": "42"}
-	if got := KinOf(s.Claim); got != "vm/tenant/42" {
-		t.Errorf("by label: %q", got)
-	}
-	s.Claim.OwnerReferences = []metav1.OwnerReference{{Kind: "DataVolume", UID: "1"}, {Kind: "VirtualMachine", UID: "2"}}
-	if got := KinOf(s.Claim); got != "owner/2" {
-		t.Errorf("by owner: %q", got)
 	}
 }

@@ -38,6 +38,12 @@ const (
 	secretPassword = "secretKey"
 )
 
+// AnnotationImageFormat on a VolumeImportSource names the format of an image that
+// cannot be recognised: raw, for a disk that bears no signature.
+const AnnotationImageFormat = "longshore.dev/image-format"
+
+const formatRaw = "raw"
+
 var checksumLengths = map[string]int{"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
 
 var checksumPattern = regexp.MustCompile(`^([a-z0-9]+):([0-9a-fA-F]+)$`)
@@ -47,26 +53,30 @@ const supported = "http and blank are supported"
 
 // CheckSource tells what of a VolumeImportSource makes no sense, or is not
 // supported yet; nil when it can be imported.
-func CheckSource(spec *cdiv1.VolumeImportSourceSpec) *Problem {
+func CheckSource(source *cdiv1.VolumeImportSource) *Problem {
+	spec := &source.Spec
 	members := membersOf(spec.Source)
+	format := source.Annotations[AnnotationImageFormat]
 	switch {
+	case format != "" && format != formatRaw:
+		return terminal(ReasonInvalidSource, "the annotation %s is %q: use %s, or leave it out to have the image's format recognised", AnnotationImageFormat, format, formatRaw)
 	case len(members) == 0:
-		return terminal("InvalidSource", "spec.source has no member: give exactly one of http, s3, registry, gcs, blank, imageio, vddk (%s)", supported)
+		return terminal(ReasonInvalidSource, "spec.source has no member: give exactly one of http, s3, registry, gcs, blank, imageio, vddk (%s)", supported)
 	case len(members) > 1:
-		return terminal("InvalidSource", "spec.source has the members %s: give exactly one", strings.Join(members, ", "))
+		return terminal(ReasonInvalidSource, "spec.source has the members %s: give exactly one", strings.Join(members, ", "))
 	}
 	switch spec.ContentType {
 	case "", cdiv1.DataVolumeKubeVirt:
 	case cdiv1.DataVolumeArchive:
 		if members[0] == "blank" {
-			return terminal("InvalidSource", "spec.contentType is archive, but an empty disk is none: use kubevirt")
+			return terminal(ReasonInvalidSource, "spec.contentType is archive, but an empty disk is none: use kubevirt")
 		}
-		return terminal("SourceNotSupported", "spec.contentType archive is not supported yet: use kubevirt")
+		return terminal(ReasonSourceNotSupported, "spec.contentType archive is not supported yet: use kubevirt")
 	default:
-		return terminal("InvalidSource", "spec.contentType is %q: use kubevirt or archive", spec.ContentType)
+		return terminal(ReasonInvalidSource, "spec.contentType is %q: use kubevirt or archive", spec.ContentType)
 	}
 	if len(spec.Checkpoints) > 0 {
-		return terminal("SourceNotSupported", "spec.checkpoints are not supported yet: leave them out")
+		return terminal(ReasonSourceNotSupported, "spec.checkpoints are not supported yet: leave them out")
 	}
 	switch members[0] {
 	case "blank":
@@ -74,7 +84,7 @@ func CheckSource(spec *cdiv1.VolumeImportSourceSpec) *Problem {
 	case "http":
 		return checkHTTP(spec.Source.HTTP)
 	}
-	return terminal("SourceNotSupported", "spec.source.%s is not supported yet: %s", members[0], supported)
+	return terminal(ReasonSourceNotSupported, "spec.source.%s is not supported yet: %s", members[0], supported)
 }
 
 func membersOf(s *cdiv1.ImportSourceType) []string {
@@ -98,21 +108,21 @@ func membersOf(s *cdiv1.ImportSourceType) []string {
 
 func checkHTTP(h *cdiv1.DataVolumeSourceHTTP) *Problem {
 	if h.URL == "" {
-		return terminal("InvalidSource", "spec.source.http.url is empty: give the URL of the image")
+		return terminal(ReasonInvalidSource, "spec.source.http.url is empty: give the URL of the image")
 	}
 	u, err := url.Parse(h.URL)
 	switch {
 	case err != nil:
 		// The error would repeat the URL, with the password that may be in it.
-		return terminal("InvalidSource", "spec.source.http.url is no URL: give http://host/path or https://host/path")
+		return terminal(ReasonInvalidSource, "spec.source.http.url is no URL: give http://host/path or https://host/path")
 	case u.Scheme != "http" && u.Scheme != "https":
-		return terminal("InvalidSource", "spec.source.http.url has the scheme %q: use http or https", u.Scheme)
+		return terminal(ReasonInvalidSource, "spec.source.http.url has the scheme %q: use http or https", u.Scheme)
 	case u.Host == "":
-		return terminal("InvalidSource", "spec.source.http.url names no host")
+		return terminal(ReasonInvalidSource, "spec.source.http.url names no host")
 	}
 	for _, header := range h.ExtraHeaders {
 		if !headerPattern.MatchString(header) {
-			return terminal("InvalidSource", `spec.source.http.extraHeaders has an entry that is not "Name: value"`)
+			return terminal(ReasonInvalidSource, `spec.source.http.extraHeaders has an entry that is not "Name: value"`)
 		}
 	}
 	if h.Checksum == "" {
@@ -120,9 +130,9 @@ func checkHTTP(h *cdiv1.DataVolumeSourceHTTP) *Problem {
 	}
 	m := checksumPattern.FindStringSubmatch(h.Checksum)
 	if m == nil || len(m[2]) != checksumLengths[m[1]] {
-		return terminal("InvalidSource", "spec.source.http.checksum is %q: give algorithm:hex with md5, sha1, sha256 or sha512", h.Checksum)
+		return terminal(ReasonInvalidSource, "spec.source.http.checksum is %q: give algorithm:hex with md5, sha1, sha256 or sha512", h.Checksum)
 	}
-	return terminal("SourceNotSupported", "spec.source.http.checksum is not supported yet: leave it out")
+	return terminal(ReasonSourceNotSupported, "spec.source.http.checksum is not supported yet: leave it out")
 }
 
 var headerPattern = regexp.MustCompile("^[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\x00]*$")
@@ -179,6 +189,31 @@ type Recipe struct {
 	// Content stands for what alone decides the bytes: with other credentials a transfer
 	// goes on where it was.
 	Content string
+	// Format of the image where the source's author names it; "" has it recognised.
+	Format string
+	// Reach is as of now, and no part of what the digests stand for.
+	Reach Reach
+}
+
+// Reach is what a transfer may connect to inside the cluster: of Cluster, nothing
+// but Services. Both list addresses and CIDRs.
+type Reach struct {
+	Cluster, Services []string
+}
+
+// Attempt names the recipe, and what it could reach, for the node to remember.
+func (r Recipe) Attempt() string {
+	return r.Digest + "." + digest(nil, r.Reach.Services...)[:16]
+}
+
+// tried tells whether an attempt, which failed for good, would be no other today.
+// Services that come and go matter to one that was refused an address, and to no other.
+func (r Recipe) tried(attempt, failed string) bool {
+	if failed == ReasonAddressNotAllowed {
+		return attempt == r.Attempt()
+	}
+	was, _, _ := strings.Cut(attempt, ".")
+	return was == r.Digest
 }
 
 func (r Recipe) String() string   { return r.Kind + " " + r.Digest }
@@ -198,11 +233,11 @@ type httpParams struct {
 // RecipeOf puts source and material together. key makes the digest one that
 // nobody can use to guess a password; retry is the claim's annotation.
 func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe, *Problem) {
-	r := &Recipe{Preallocate: i.Preallocation}
+	r := &Recipe{Preallocate: i.Preallocation, Format: i.Format}
 	var params any = struct{}{}
 	switch s := i.Source; {
 	case s == nil:
-		return nil, terminal("InvalidSource", "the record of the volume names no source: delete the claim and make it again")
+		return nil, terminal(ReasonInvalidSource, "the record of the volume names no source: delete the claim and make it again")
 	case s.Blank != nil:
 		r.Kind = "blank"
 	case s.HTTP != nil:
@@ -212,17 +247,18 @@ func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe
 		}
 		r.Kind, params = "http", p
 	default:
-		return nil, terminal("SourceNotSupported", "this kind of source is not supported yet: %s", supported)
+		return nil, terminal(ReasonSourceNotSupported, "this kind of source is not supported yet: %s", supported)
 	}
 	var err error
 	if r.Params, err = json.Marshal(params); err != nil {
-		return nil, terminal("InvalidSource", "the source's parameters are no JSON: %v", err)
+		return nil, terminal(ReasonInvalidSource, "the source's parameters are no JSON: %v", err)
 	}
-	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry)
-	r.Content = digest(key, r.Kind)
+	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format)
+	content := []string{r.Kind, r.Format}
 	if h := i.Source.HTTP; h != nil {
-		r.Content = digest(key, r.Kind, h.URL)
+		content = append(content, h.URL)
 	}
+	r.Content = digest(key, content...)
 	return r, nil
 }
 
@@ -239,11 +275,11 @@ func httpOf(h *cdiv1.DataVolumeSourceHTTP, m Material) (*httpParams, *Problem) {
 	if h.SecretRef != "" {
 		secret, ok := m.Secrets[h.SecretRef]
 		if !ok {
-			return nil, transient("SecretNotFound", "Secret %q of spec.source.http.secretRef does not exist in the claim's namespace: create it with the keys %s and %s", h.SecretRef, secretUser, secretPassword)
+			return nil, transient(ReasonSecretNotFound, "Secret %q of spec.source.http.secretRef does not exist in the claim's namespace: create it with the keys %s and %s", h.SecretRef, secretUser, secretPassword)
 		}
 		for _, k := range []string{secretUser, secretPassword} {
 			if _, ok := secret[k]; !ok {
-				return nil, transient("SecretKeyNotFound", "Secret %q of spec.source.http.secretRef has no key %s: add it", h.SecretRef, k)
+				return nil, transient(ReasonSecretKeyNotFound, "Secret %q of spec.source.http.secretRef has no key %s: add it", h.SecretRef, k)
 			}
 		}
 		p.User, p.Password = string(secret[secretUser]), string(secret[secretPassword])
@@ -251,7 +287,7 @@ func httpOf(h *cdiv1.DataVolumeSourceHTTP, m Material) (*httpParams, *Problem) {
 	for _, name := range h.SecretExtraHeaders {
 		secret, ok := m.Secrets[name]
 		if !ok {
-			return nil, transient("SecretNotFound", `Secret %q of spec.source.http.secretExtraHeaders does not exist in the claim's namespace: create it; each key holds lines "Name: value"`, name)
+			return nil, transient(ReasonSecretNotFound, `Secret %q of spec.source.http.secretExtraHeaders does not exist in the claim's namespace: create it; each key holds lines "Name: value"`, name)
 		}
 		for _, k := range slices.Sorted(maps.Keys(secret)) {
 			for line := range strings.Lines(string(secret[k])) {
@@ -259,7 +295,7 @@ func httpOf(h *cdiv1.DataVolumeSourceHTTP, m Material) (*httpParams, *Problem) {
 				switch {
 				case line == "":
 				case !headerPattern.MatchString(line):
-					return nil, transient("SecretInvalid", `Secret %q of spec.source.http.secretExtraHeaders has a line in key %s that is not "Name: value": correct it`, name, k)
+					return nil, transient(ReasonSecretInvalid, `Secret %q of spec.source.http.secretExtraHeaders has a line in key %s that is not "Name: value": correct it`, name, k)
 				default:
 					p.SecretHeaders = append(p.SecretHeaders, line)
 				}
@@ -269,14 +305,14 @@ func httpOf(h *cdiv1.DataVolumeSourceHTTP, m Material) (*httpParams, *Problem) {
 	if h.CertConfigMap != "" {
 		cm, ok := m.ConfigMaps[h.CertConfigMap]
 		if !ok {
-			return nil, transient("ConfigMapNotFound", "ConfigMap %q of spec.source.http.certConfigMap does not exist in the claim's namespace: create it; each key holds certificates in PEM", h.CertConfigMap)
+			return nil, transient(ReasonConfigMapNotFound, "ConfigMap %q of spec.source.http.certConfigMap does not exist in the claim's namespace: create it; each key holds certificates in PEM", h.CertConfigMap)
 		}
 		var pem strings.Builder
 		for _, k := range slices.Sorted(maps.Keys(cm)) {
 			pem.WriteString(strings.TrimSpace(string(cm[k])) + "\n")
 		}
 		if !x509.NewCertPool().AppendCertsFromPEM([]byte(pem.String())) {
-			return nil, transient("ConfigMapInvalid", "ConfigMap %q of spec.source.http.certConfigMap holds no certificate in PEM: correct it", h.CertConfigMap)
+			return nil, transient(ReasonConfigMapInvalid, "ConfigMap %q of spec.source.http.certConfigMap holds no certificate in PEM: correct it", h.CertConfigMap)
 		}
 		p.CABundle = pem.String()
 	}

@@ -71,7 +71,7 @@ func TestCheckSource(t *testing.T) {
 	}
 	for _, r := range rows {
 		t.Run(r.name, func(t *testing.T) {
-			p := CheckSource(&r.spec)
+			p := CheckSource(&cdiv1.VolumeImportSource{Spec: r.spec})
 			switch {
 			case p == nil:
 				if r.reason != "" {
@@ -83,6 +83,52 @@ func TestCheckSource(t *testing.T) {
 				t.Errorf("the message repeats the URL: %s", p.Message)
 			}
 		})
+	}
+}
+
+// The one format that a person may name is raw.
+func TestImageFormat(t *testing.T) {
+	source := &cdiv1.VolumeImportSource{Spec: http(nil)}
+	source.Annotations = map[string]string{AnnotationImageFormat: "raw"}
+	if p := CheckSource(source); p != nil {
+		t.Errorf("raw: %+v", p)
+	}
+	i := ImportOf(source, v1alpha1.PopulateBind)
+	if r, problem := RecipeOf(i, Material{}, "", nil); problem != nil || r.Format != "raw" {
+		t.Errorf("the recipe is %+v, %v", r, problem)
+	}
+	for _, format := range []string{"qcow2", "Raw", "auto"} {
+		source.Annotations[AnnotationImageFormat] = format
+		p := CheckSource(source)
+		if p == nil || !p.Terminal || p.Reason != ReasonInvalidSource {
+			t.Fatalf("%s: %+v", format, p)
+		}
+		for _, word := range []string{AnnotationImageFormat, `"` + format + `"`, "use raw"} {
+			if !strings.Contains(p.Message, word) {
+				t.Errorf("%q does not say %q", p.Message, word)
+			}
+		}
+	}
+}
+
+// What can be reached is no part of the digests, but of the attempt.
+func TestAttempt(t *testing.T) {
+	r, problem := RecipeOf(importOf(http(nil)), Material{}, "", []byte("key"))
+	if problem != nil {
+		t.Fatal(problem)
+	}
+	before := *r
+	r.Reach = Reach{Cluster: []string{"10.0.0.0/8"}, Services: []string{"10.0.0.7"}}
+	if r.Digest != before.Digest || r.Content != before.Content || r.Attempt() == before.Attempt() {
+		t.Errorf("%s %s, before %s %s", r.Attempt(), r.Content, before.Attempt(), before.Content)
+	}
+	ranges := *r
+	ranges.Reach.Cluster = nil
+	if ranges.Attempt() != r.Attempt() {
+		t.Error("ranges of the cluster make another attempt")
+	}
+	if !r.tried(before.Attempt(), "Unauthorized") || r.tried(before.Attempt(), ReasonAddressNotAllowed) || !r.tried(r.Attempt(), ReasonAddressNotAllowed) {
+		t.Error("only what was refused an address is another attempt where other Services are")
 	}
 }
 
@@ -190,6 +236,8 @@ func TestDigests(t *testing.T) {
 	i := importOf(http(func(h *cdiv1.DataVolumeSourceHTTP) { h.SecretRef = "login" }))
 	elsewhere := i.DeepCopy()
 	elsewhere.Source.HTTP.URL += "2"
+	raw := i.DeepCopy()
+	raw.Format = "raw"
 	allocated := i.DeepCopy()
 	allocated.Preallocation = true
 	base, _ := RecipeOf(i, material("a"), "", []byte("key"))
@@ -205,6 +253,7 @@ func TestDigests(t *testing.T) {
 		{"the wish to try again", i, "a", "1", "key", false, true},
 		{"preallocation", allocated, "a", "", "key", false, true},
 		{"the URL", elsewhere, "a", "", "key", false, false},
+		{"the format", raw, "a", "", "key", false, false},
 		{"the key", i, "a", "", "other", false, false},
 	} {
 		got, problem := RecipeOf(r.i, material(r.password), r.retry, []byte(r.key))

@@ -114,6 +114,10 @@ type Import struct {
 	ContentType cdiv1.DataVolumeContentType `json:"contentType,omitempty"`
 	// +optional
 	Preallocation bool `json:"preallocation,omitempty"`
+	// Format of the image where the source's annotation longshore.dev/image-format names
+	// it: raw. Empty has it recognised.
+	// +optional
+	Format string `json:"format,omitempty"`
 }
 
 // NodeVolumePhase sums a NodeVolume up for people; nothing decides on it.
