@@ -3,10 +3,15 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"net"
+	"net/url"
+	"strconv"
 	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	cdiv1 "kubevirt.io/containerized-data-importer-api/pkg/apis/core/v1beta1"
 
 	"github.com/longshore-io/longshore/test/e2e/lab"
@@ -107,4 +112,75 @@ func TestMend(t *testing.T) {
 	secret.StringData = map[string]string{"secretKey": "sesame"}
 	world.Must(t, world.Update(t.Context(), secret))
 	checkRead(t, world.Output(t, world.Pod(t, claim, "consumer", read(img.Bytes, true))), img, true)
+}
+
+// An image that a Service serves is fetched for claims of the Service's own
+// namespace, and for no others; nor is anything else of the cluster's network (R18).
+func TestServices(t *testing.T) {
+	t.Parallel()
+	ns, other := world.NewNamespace(t), world.NewNamespace(t)
+	img := lab.Serve(t, lab.Image{Bytes: 16 * mib})
+	own, theirs := serviceFor(t, ns, img), serviceFor(t, other, img)
+	var nodes corev1.NodeList
+	world.Must(t, world.List(t.Context(), &nodes))
+	node := nodes.Items[0].Status.Addresses[0].Address
+	class := world.StorageClass(t, lab.Class{})
+	for i, r := range []struct{ name, host, address string }{
+		{"a Service of another namespace by its address", theirs.Spec.ClusterIP, theirs.Spec.ClusterIP},
+		{"a Service of another namespace by its name", dnsName(theirs), theirs.Spec.ClusterIP},
+		{"the API server", "kubernetes.default.svc.cluster.local", ""},
+		{"a node", node, node},
+	} {
+		t.Run(r.name, func(t *testing.T) {
+			t.Parallel()
+			name := fmt.Sprintf("refused-%d", i)
+			world.HTTPSource(t, ns, name, at(t, img, r.host))
+			claim := world.Claim(t, lab.Claim{Namespace: ns, Name: name, Class: class, Bytes: 16 * mib, Block: true, ImportSource: name})
+			saysOnClaim(t, claim, "AddressNotAllowed", r.address, "fetchPolicy.allow")
+		})
+	}
+	t.Run("a Service of the claim's namespace", func(t *testing.T) {
+		t.Parallel()
+		world.HTTPSource(t, ns, "image", at(t, img, dnsName(own)))
+		waits := world.StorageClass(t, lab.Class{Wait: true})
+		claim := world.Claim(t, lab.Claim{Namespace: ns, Name: "disk", Class: waits, Bytes: 16 * mib, Block: true, ImportSource: "image"})
+		checkRead(t, world.Output(t, world.Pod(t, claim, "consumer", read(img.Bytes, true))), img, true)
+		// Clients that read events take this one for the end (R5).
+		events, err := world.Events(t.Context(), claim)
+		world.Must(t, err)
+		if all := strings.Join(events, "\n"); strings.Contains(all, "ProvisioningFailed") || !strings.Contains(all, "importSucceeded") {
+			t.Errorf("events of the claim:\n%s", all)
+		}
+	})
+}
+
+// serviceFor makes a Service of a namespace that leads to the image's server.
+func serviceFor(t *testing.T, ns string, img *lab.Served) *corev1.Service {
+	t.Helper()
+	u, err := url.Parse(img.URL("raw"))
+	world.Must(t, err)
+	port, err := strconv.ParseInt(u.Port(), 10, 32)
+	world.Must(t, err)
+	number, tcp := int32(port), corev1.ProtocolTCP
+	s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: ns, Name: "images"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: number}}}}
+	world.Must(t, world.Create(t.Context(), s))
+	world.Must(t, world.Create(t.Context(), &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Namespace: ns, GenerateName: "images-", Labels: map[string]string{discoveryv1.LabelServiceName: s.Name}},
+		AddressType: discoveryv1.AddressTypeIPv4, Endpoints: []discoveryv1.Endpoint{{Addresses: []string{u.Hostname()}}},
+		Ports: []discoveryv1.EndpointPort{{Port: &number, Protocol: &tcp}},
+	}))
+	return s
+}
+
+func dnsName(s *corev1.Service) string {
+	return fmt.Sprintf("%s.%s.svc.cluster.local", s.Name, s.Namespace)
+}
+
+// at is the image's URL on another host.
+func at(t *testing.T, img *lab.Served, host string) string {
+	t.Helper()
+	u, err := url.Parse(img.URL("qcow2"))
+	world.Must(t, err)
+	u.Host = net.JoinHostPort(host, u.Port())
+	return u.String()
 }
