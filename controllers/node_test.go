@@ -48,6 +48,8 @@ type node struct {
 	volumes  map[string]*agentv1.Volume
 	orders   []*agentv1.PopulateRequest
 	deleted  []string
+	asked    map[string][]time.Time // to make a volume
+	full     bool                   // whatever the pool says
 	watchers map[chan struct{}]bool
 	// lies are reported, and are no volumes of this node.
 	lies []*agentv1.Volume
@@ -60,7 +62,7 @@ func newNode(t *testing.T, pool string, bytes int64) *node {
 	n := &node{
 		t: t, name: fmt.Sprintf("node-%d", i), addr: fmt.Sprintf("127.1.%d.%d", i/250, i%250+1),
 		pool:    &agentv1.Pool{Name: pool, Uuid: fmt.Sprintf("uuid-%d", i), TotalBytes: bytes, AvailableBytes: bytes},
-		volumes: map[string]*agentv1.Volume{}, watchers: map[chan struct{}]bool{},
+		volumes: map[string]*agentv1.Volume{}, watchers: map[chan struct{}]bool{}, asked: map[string][]time.Time{},
 	}
 	object := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.name}}
 	must(t, world.Create(t.Context(), object))
@@ -237,6 +239,9 @@ func (n *node) make(ctx context.Context, v *agentv1.Volume) (*agentv1.Volume, er
 		}
 		return proto.Clone(old).(*agentv1.Volume), nil
 	}
+	if n.full {
+		return nil, status.Errorf(codes.ResourceExhausted, "pool %q has no room: its disk is full", n.pool.Name)
+	}
 	if v.CapacityBytes > n.pool.AvailableBytes {
 		return nil, status.Errorf(codes.ResourceExhausted, "pool %q has no room: need %d bytes, free %d bytes", n.pool.Name, v.CapacityBytes, n.pool.AvailableBytes)
 	}
@@ -246,7 +251,17 @@ func (n *node) make(ctx context.Context, v *agentv1.Volume) (*agentv1.Volume, er
 	return proto.Clone(v).(*agentv1.Volume), nil
 }
 
+// askedFor is when the node was asked to make a volume.
+func (n *node) askedFor(id string) []time.Time {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return slices.Clone(n.asked[id])
+}
+
 func (n *node) CreateVolume(ctx context.Context, r *agentv1.CreateVolumeRequest) (*agentv1.Volume, error) {
+	n.mu.Lock()
+	n.asked[r.Id] = append(n.asked[r.Id], time.Now())
+	n.mu.Unlock()
 	v := &agentv1.Volume{Id: r.Id, CapacityBytes: r.CapacityBytes, Mode: r.Mode, FsType: r.FsType, SourceId: r.From, State: agentv1.State_STATE_POPULATED}
 	if r.AwaitsData {
 		v.State = agentv1.State_STATE_EMPTY
@@ -318,9 +333,14 @@ func (n *node) Watch(_ *agentv1.WatchRequest, s grpc.ServerStreamingServer[agent
 		n.mu.Unlock()
 	}()
 	sent := map[string]bool{}
+	var pool *agentv1.Pool
 	for {
 		n.mu.Lock()
-		r := &agentv1.Report{Pools: []*agentv1.Pool{proto.Clone(n.pool).(*agentv1.Pool)}}
+		r := &agentv1.Report{}
+		if !proto.Equal(pool, n.pool) {
+			pool = proto.Clone(n.pool).(*agentv1.Pool)
+			r.Pools = append(r.Pools, pool)
+		}
 		for id, v := range n.volumes {
 			sent[id] = true
 			r.Volumes = append(r.Volumes, proto.Clone(v).(*agentv1.Volume))

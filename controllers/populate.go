@@ -44,18 +44,36 @@ type Populate struct {
 	waiting map[reconcile.Request]bool         // for room, or for a node
 	shown   map[types.NamespacedName]time.Time // when a claim's annotations were last changed
 	told    map[types.NamespacedName]string    // the last event about a claim
+	refused map[types.NamespacedName]refusal   // by a node that had no room
 }
+
+// refusal is a node's word that it has no room for a claim's volume. It stands for a
+// while, or until the node's pools change: what the node says of its room may differ
+// (the pool is still to be made, say), and the claim would go to and fro.
+type refusal struct {
+	node, why string
+	until     time.Time
+}
+
+const refusalStands = 10 * time.Second
 
 // Reconcile looks, decides, does one thing, and shows it.
 func (p *Populate) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	s, err := p.see(ctx, req.NamespacedName)
-	if err != nil || s == nil {
-		p.forget(req)
+	if err != nil {
 		return ctrl.Result{}, err
+	}
+	if s == nil {
+		p.forget(req)
+		return ctrl.Result{}, nil
 	}
 	act, err := p.act(ctx, s)
 	if err == nil {
 		err = p.show(ctx, s, act)
+	}
+	if err == nil && act.Do == populator.LeaveNode {
+		// Last: whoever sees the claim without its node sees also why.
+		err = p.selectNode(ctx, s.Claim, "")
 	}
 	p.wait(req, act.Reason == populator.ReasonPoolFull || act.Reason == populator.ReasonNoNode || act.Reason == populator.ReasonNodeUnavailable)
 	if err != nil {
@@ -103,6 +121,14 @@ func (p *Populate) see(ctx context.Context, key types.NamespacedName) (*populato
 		if s.Places, s.Unplaced, err = p.Room.Places(ctx, s.Claim, class, s.Class.Pool); err != nil {
 			return nil, err
 		}
+		p.mu.Lock()
+		r := p.refused[key]
+		p.mu.Unlock()
+		for i := range s.Places {
+			if s.Places[i].Node == r.node && time.Now().Before(r.until) {
+				s.Places[i].Full = r.why
+			}
+		}
 	}
 	return s, p.seeNode(ctx, s)
 }
@@ -147,12 +173,7 @@ func (p *Populate) act(ctx context.Context, s *populator.Seen) (populator.Act, e
 			return a, nil
 		case populator.ChooseNode:
 			return a, p.selectNode(ctx, s.Claim, a.Node)
-		case populator.LeaveNode:
-			if err := p.release(ctx, s.Record); err != nil {
-				return a, err
-			}
-			return a, p.selectNode(ctx, s.Claim, "")
-		case populator.Release:
+		case populator.Release, populator.LeaveNode: // Reconcile takes the selected node off
 			return a, p.release(ctx, s.Record)
 		case populator.WriteRecord:
 			return a, p.Client.Create(ctx, populator.Record(s.Claim, s.Class, s.Source, a.Node))
@@ -246,6 +267,12 @@ func (p *Populate) createVolume(ctx context.Context, s *populator.Seen) error {
 	_, err = p.Agents.CreateVolume(ctx, s.Record.Spec.Node, r)
 	if errors.Is(err, csi.ErrFull) {
 		s.Agent.Full = err.Error()
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.refused == nil {
+			p.refused = map[types.NamespacedName]refusal{}
+		}
+		p.refused[client.ObjectKeyFromObject(s.Claim)] = refusal{s.Record.Spec.Node, err.Error(), time.Now().Add(refusalStands)}
 	}
 	return err
 }
@@ -344,6 +371,7 @@ func (p *Populate) forget(req reconcile.Request) {
 	delete(p.waiting, req)
 	delete(p.shown, req.NamespacedName)
 	delete(p.told, req.NamespacedName)
+	delete(p.refused, req.NamespacedName)
 }
 
 // Indices of claims.
@@ -437,9 +465,10 @@ func (p *Populate) listen(ctx context.Context, q workqueue.TypedRateLimitingInte
 				q.Add(requestFor(nv.Spec.Claim.Namespace, nv.Spec.Claim.Name)[0])
 			}
 		},
-		Node: func(string) {
+		Node: func(node string) {
 			p.mu.Lock()
 			defer p.mu.Unlock()
+			maps.DeleteFunc(p.refused, func(_ types.NamespacedName, r refusal) bool { return r.node == node })
 			for req := range p.waiting {
 				q.Add(req)
 			}

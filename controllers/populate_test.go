@@ -522,3 +522,32 @@ func TestImageFormat(t *testing.T) {
 		t.Errorf("the format is %q", order.Format)
 	}
 }
+
+// A node that has less room than it tells is not asked again and again: the claim
+// goes to another, or waits.
+func TestNodeTellsOfMoreRoomThanItHas(t *testing.T) {
+	t.Parallel()
+	ns, pool := namespace(t), poolName(t)
+	n := newNode(t, pool, 200*mib)
+	importSource(t, ns, nil)
+	n.mu.Lock()
+	n.full = true
+	n.mu.Unlock()
+	claim := claimOf(t, ns, "disk", class(t, pool, nil), 64*mib, nil)
+	says(t, claim, populator.ReasonPoolFull, n.name+": ", "its disk is full")
+	eventually(t, "the node is asked again", func(context.Context) error {
+		if asked := n.askedFor(populator.VolumeName(claim)); len(asked) < 2 {
+			return fmt.Errorf("it was asked at %v", asked)
+		}
+		return nil
+	})
+	asked := n.askedFor(populator.VolumeName(claim))
+	if pause := asked[1].Sub(asked[0]); pause < refusalStands {
+		t.Errorf("it was asked again after %s, want %s", pause, refusalStands)
+	}
+	n.mu.Lock()
+	n.full, n.pool.TotalBytes = false, 300*mib
+	n.tell()
+	n.mu.Unlock()
+	n.ordered(populator.VolumeName(claim), 1)
+}

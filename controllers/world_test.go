@@ -284,14 +284,18 @@ func eventually(t *testing.T, what string, f func(ctx context.Context) error) {
 	defer cancel()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
+	var last error
 	for {
 		err := f(ctx)
 		if err == nil {
 			return
 		}
+		if ctx.Err() == nil {
+			last = err
+		}
 		select {
 		case <-ctx.Done():
-			t.Fatalf("%s: %v", what, err)
+			t.Fatalf("%s: %v", what, last)
 		case <-tick.C:
 		}
 	}

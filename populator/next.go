@@ -91,8 +91,10 @@ type Place struct {
 	// Obstacle is why it cannot be there; "" when it can. Unfit is why we would not put it
 	// there, though the scheduler may.
 	Obstacle, Unfit string
-	// FreeBytes is what the node's pool gives to one more volume.
+	// FreeBytes is what the node's pool gives to one more volume; Full what the node said
+	// when it refused this very one a moment ago, for it knows better.
 	FreeBytes int64
+	Full      string
 	// Kin: volumes of the same machine are there already. Whole: there is room for all
 	// that are still to be placed.
 	Kin, Whole bool
@@ -339,6 +341,8 @@ func (s Seen) placeAt(node string) Act {
 		case p.Node != node:
 		case p.Obstacle != "":
 			return Act{Do: LeaveNode, Reason: ReasonNoNode, Message: fmt.Sprintf("node %s, which was chosen, cannot take the volume: %s", node, p.Obstacle), Warn: true, Retry: soon}
+		case p.Full != "":
+			return Act{Do: LeaveNode, Reason: ReasonPoolFull, Message: p.Full, Warn: true, Retry: soon}
 		case p.FreeBytes < s.need():
 			return Act{Do: LeaveNode, Reason: ReasonPoolFull, Message: s.full(p.FreeBytes) + " on node " + node, Warn: true, Retry: soon}
 		}
@@ -373,6 +377,9 @@ func choose(places []Place, need int64) (best *Place, free int64, why string) {
 		switch {
 		case p.Obstacle != "" || p.Unfit != "":
 			out = append(out, p.Node+": "+cmp.Or(p.Obstacle, p.Unfit))
+		case p.Full != "":
+			free = max(free, 0)
+			out = append(out, p.Node+": "+p.Full)
 		case p.FreeBytes < need:
 			free = max(free, p.FreeBytes)
 			out = append(out, fmt.Sprintf("%s: %d bytes free", p.Node, max(p.FreeBytes, 0)))

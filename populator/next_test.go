@@ -148,6 +148,13 @@ func stories() []story {
 		}), ChooseNode, "b", ReasonGroupSplit, "on node b"},
 		{"kin is on a node that has no room for the rest", seen(func(s *Seen) { s.Places[0].Kin, s.Places[0].Whole = true, false }), WriteRecord, "a", ReasonScheduled, ""},
 		{"the best node is cordoned", seen(func(s *Seen) { s.Places[1].Unfit = "cordoned" }), WriteRecord, "c", ReasonScheduled, ""},
+		{"the best node has refused the volume a moment ago", seen(func(s *Seen) { s.Places[1].Full = "disk is full" }), WriteRecord, "c", ReasonScheduled, ""},
+		{"so have all", seen(func(s *Seen) {
+			for i := range s.Places {
+				s.Places[i].Full = "disk is full"
+			}
+		}), Wait, "", ReasonPoolFull, "b: disk is full"},
+		{"so has the chosen node", seen(waits, selected("b"), connected, func(s *Seen) { s.Places[1].Full = "disk is full" }), LeaveNode, "", ReasonPoolFull, "disk is full"},
 		{"equal nodes go by name", seen(free(size)), WriteRecord, "a", ReasonScheduled, ""},
 		{"no node has room", seen(free(mib)), Wait, "", ReasonPoolFull, "needs 67108864 bytes, 1048576 are free"},
 		{"no node is fit", seen(func(s *Seen) {
