@@ -18,6 +18,7 @@ const (
 	asRaw                  // the bytes are the disk
 	asQcow2                // cluster tables
 	asGzip                 // a disk inside, read one way
+	asVHD                  // fixed, or blocks in a table
 )
 
 // format is how bytes are told to be of one kind.
@@ -48,7 +49,7 @@ var containers = []format{
 	{name: "vmdk", magic: "COWD"},
 	{name: "vmdk descriptor", magic: "# Disk DescriptorFile"},
 	{name: "vhdx", magic: "vhdxfile"},
-	{name: "vhd", magic: "conectix"},
+	{name: "vhd", magic: vhdCookie, opens: asVHD},
 	{name: "vdi", at: 0x40, magic: "\x7f\x10\xda\xbe"},
 	{name: "parallels", magic: "WithoutFreeSpace"},
 	{name: "parallels", magic: "WithouFreSpacExt"},
@@ -74,7 +75,8 @@ var containers = []format{
 // footers are formats that are told from the last 512 bytes: their first bytes
 // are the disk's own.
 var footers = []format{
-	{name: "vhd", magic: "conectix"},
+	{name: "vhd", magic: vhdCookie, opens: asVHD},
+	{name: "vhd", at: 1, magic: vhdCookie, opens: asVHD}, // a footer of 511 bytes
 	{name: "dmg", magic: "koly"},
 }
 

@@ -18,7 +18,9 @@ const (
 // pageCache holds the pages of a file that were used last. A page that several
 // goroutines want is read once.
 type pageCache struct {
-	file Ranged
+	file  Ranged
+	bytes int64 // of a page
+	most  int   // pages that are held
 
 	mu    sync.Mutex
 	pages map[int64]*list.Element // of *page
@@ -32,15 +34,18 @@ type page struct {
 	err    error
 }
 
-func newPageCache(file Ranged) *pageCache {
-	return &pageCache{file: file, pages: map[int64]*list.Element{}, used: list.New()}
+func newPageCache(file Ranged) *pageCache { return newCacheOf(file, pageBytes, maxPages) }
+
+// newCacheOf is a cache of most pages of so many bytes, for what lies scattered.
+func newCacheOf(file Ranged, bytes int64, most int) *pageCache {
+	return &pageCache{file: file, bytes: bytes, most: most, pages: map[int64]*list.Element{}, used: list.New()}
 }
 
 // at returns the bytes from off to the end of off's page. The caller must know
 // that off lies in the file.
 func (c *pageCache) at(ctx context.Context, off int64) ([]byte, error) {
 	for {
-		p, mine := c.page(off / pageBytes)
+		p, mine := c.page(off / c.bytes)
 		if mine {
 			c.load(ctx, p)
 		}
@@ -50,7 +55,7 @@ func (c *pageCache) at(ctx context.Context, off int64) ([]byte, error) {
 			return nil, ctx.Err()
 		}
 		if p.err == nil {
-			return p.b[off%pageBytes:], nil
+			return p.b[off%c.bytes:], nil
 		}
 		// Whoever read the page was told to stop; that is not our end.
 		stopped := errors.Is(p.err, context.Canceled) || errors.Is(p.err, context.DeadlineExceeded)
@@ -78,7 +83,7 @@ func (c *pageCache) page(number int64) (_ *page, mine bool) {
 	}
 	p := &page{number: number, loaded: make(chan struct{})}
 	c.pages[number] = c.used.PushFront(p)
-	if c.used.Len() > maxPages {
+	if c.used.Len() > c.most {
 		last := c.used.Back()
 		delete(c.pages, last.Value.(*page).number)
 		c.used.Remove(last)
@@ -88,8 +93,8 @@ func (c *pageCache) page(number int64) (_ *page, mine bool) {
 
 func (c *pageCache) load(ctx context.Context, p *page) {
 	defer close(p.loaded)
-	start := p.number * pageBytes
-	b := make([]byte, min(pageBytes, c.file.Size()-start))
+	start := p.number * c.bytes
+	b := make([]byte, min(c.bytes, c.file.Size()-start))
 	if _, err := readExactly(ctx, c.file, b, start); err != nil {
 		p.err = err
 		c.mu.Lock()

@@ -104,7 +104,7 @@ func Gzip(t testing.TB, img Image, rnd *rand.Rand) Image {
 func (i Image) Oracle(t testing.TB) []byte {
 	t.Helper()
 	out := filepath.Join(t.TempDir(), "oracle.raw")
-	run(t, "qemu-img", "convert", "-f", i.Format, "-O", "raw", i.plain, out)
+	run(t, "qemu-img", "convert", "-f", qemuName(i.Format), "-O", "raw", i.plain, out)
 	b, err := os.ReadFile(out)
 	if err != nil {
 		t.Fatal(err)
