@@ -323,7 +323,7 @@ func (s Seen) place() Act {
 		}
 		return a
 	case free >= 0:
-		return Act{Do: Wait, Reason: ReasonPoolFull, Message: s.full(free) + "; " + why, Warn: true, Retry: soon}
+		return Act{Do: Wait, Reason: ReasonPoolFull, Message: s.full(free, "") + "; " + why, Warn: true, Retry: soon}
 	}
 	return Act{Do: Wait, Reason: ReasonNoNode, Message: "no node can take the volume: " + why, Warn: true, Retry: soon}
 }
@@ -344,7 +344,7 @@ func (s Seen) placeAt(node string) Act {
 		case p.Full != "":
 			return Act{Do: LeaveNode, Reason: ReasonPoolFull, Message: p.Full, Warn: true, Retry: soon}
 		case p.FreeBytes < s.need():
-			return Act{Do: LeaveNode, Reason: ReasonPoolFull, Message: s.full(p.FreeBytes) + " on node " + node, Warn: true, Retry: soon}
+			return Act{Do: LeaveNode, Reason: ReasonPoolFull, Message: s.full(p.FreeBytes, " of node "+node), Warn: true, Retry: soon}
 		}
 	}
 	return s.write(node)
@@ -356,8 +356,8 @@ func (s Seen) write(node string) Act {
 
 func (s Seen) need() int64 { return NeedOf(s.Claim, s.Class) }
 
-func (s Seen) full(free int64) string {
-	return fmt.Sprintf("pool %q has no room: the volume needs %d bytes, %d are free; delete volumes, or enlarge the pool", s.Class.Pool, s.need(), max(free, 0))
+func (s Seen) full(free int64, of string) string {
+	return fmt.Sprintf("pool %q%s has no room: the volume needs %d bytes, %d are free; delete volumes, or enlarge the pool", s.Class.Pool, of, s.need(), max(free, 0))
 }
 
 // splits tells whether the volumes of one machine come to lie on several nodes.
