@@ -20,6 +20,7 @@ func keyOf(o client.Object) client.ObjectKey { return client.ObjectKeyFromObject
 
 // An ordinary claim: written, snapshotted, cloned, restored, expanded.
 func TestOrdinaryVolume(t *testing.T) {
+	t.Parallel()
 	for _, block := range []bool{true, false} {
 		t.Run(fmt.Sprintf("block %v", block), func(t *testing.T) {
 			t.Parallel()
@@ -94,11 +95,15 @@ func expand(t *testing.T, claim *corev1.PersistentVolumeClaim, block bool, size 
 	claim.Spec.Resources.Requests[corev1.ResourceStorage] = lab.Size(size)
 	world.Must(t, world.Update(t.Context(), claim))
 	world.Eventually(t, "the pod sees the new size", func(ctx context.Context) error {
-		out, err := world.Cluster.Kubectl(ctx, "-n", pod.Namespace, "logs", pod.Name, "--tail=1")
+		out, err := world.Logs(ctx, pod)
 		if err != nil {
 			return err
 		}
-		kib, err := strconv.ParseInt(strings.TrimSpace(string(out)), 10, 64)
+		lines := strings.Fields(out)
+		if len(lines) == 0 {
+			return fmt.Errorf("it has said nothing yet")
+		}
+		kib, err := strconv.ParseInt(lines[len(lines)-1], 10, 64)
 		if err != nil {
 			return err
 		}

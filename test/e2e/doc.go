@@ -15,6 +15,8 @@
 // the folder printed at the start, and the state of the cluster is printed
 // when a test fails.
 //
+// Up to eight stories are told at once; those that disturb others are not parallel.
+//
 // Every test makes a namespace of its own and at its end deletes it and waits
 // until the node holds nothing of it: no NodeVolume, loop device, mount, file
 // or process. So a leak is a failure of the test that leaked.

@@ -14,6 +14,7 @@ const mib = 1 << 20
 
 // A person applies a PVC that names an image and a pod that uses it; the pod reads the image's bytes.
 func TestImport(t *testing.T) {
+	t.Parallel()
 	rows := []struct {
 		name   string
 		class  lab.Class
@@ -111,8 +112,12 @@ func TestTwoClaimsOneSource(t *testing.T) {
 	for _, name := range []string{"one", "two"} {
 		claims = append(claims, world.Claim(t, lab.Claim{Namespace: ns, Name: name, Class: class, Bytes: 32 * mib, Block: true, ImportSource: "image"}))
 	}
+	var pods []*corev1.Pod
 	for _, c := range claims {
-		checkRead(t, world.Output(t, world.Pod(t, c, "reads-"+c.Name, read(img.Bytes, true))), img, true)
+		pods = append(pods, world.Pod(t, c, "reads-"+c.Name, read(img.Bytes, true)))
+	}
+	for _, p := range pods {
+		checkRead(t, world.Output(t, p), img, true)
 	}
 }
 

@@ -52,6 +52,7 @@ func holdsNothing(t *testing.T, nv *v1alpha1.NodeVolume) {
 
 // The claim is deleted in mid-transfer: the transfer ends and nothing stays.
 func TestDeleteClaimInMidTransfer(t *testing.T) {
+	t.Parallel()
 	for _, mode := range []string{"bind", "stage"} {
 		for _, block := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, block %v", mode, block), func(t *testing.T) {
@@ -73,6 +74,7 @@ func TestDeleteClaimInMidTransfer(t *testing.T) {
 
 // The consumer is deleted in mid-transfer: the transfer goes on, and the next consumer finds the data.
 func TestDeleteConsumerInMidTransfer(t *testing.T) {
+	t.Parallel()
 	for _, mode := range []string{"bind", "stage"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
@@ -84,6 +86,7 @@ func TestDeleteConsumerInMidTransfer(t *testing.T) {
 			pod := world.Pod(t, claim, "consumer", "sleep 1000")
 			filling(t, claim, 1)
 			world.Must(t, world.Delete(t.Context(), pod))
+			img.Hurry(t)
 			checkRead(t, world.Output(t, world.Pod(t, claim, "next", read(img.Bytes, true))), img, true)
 		})
 	}
@@ -102,6 +105,7 @@ func TestDeleteSourceInMidTransfer(t *testing.T) {
 	world.Must(t, world.Delete(t.Context(), source))
 	holdsNothing(t, nv)
 	saysOnClaim(t, claim, "SourceNotFound", "image")
+	img.Hurry(t)
 	world.HTTPSource(t, ns, "image", img.URL("raw"))
 	checkRead(t, world.Output(t, world.Pod(t, claim, "consumer", read(img.Bytes, true))), img, true)
 }

@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"os"
 	"testing"
@@ -15,7 +16,12 @@ var world *lab.Lab
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	var err error
+	// Stories wait for the cluster more than they compute; -parallel still has the last word.
+	err := flag.Set("test.parallel", "8")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
 	world, err = lab.Start(context.Background(), os.Stderr)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "the cluster does not start:", err)

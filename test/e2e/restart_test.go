@@ -12,38 +12,68 @@ import (
 	"github.com/longshore-io/longshore/test/e2e/lab"
 )
 
-// What may be killed in mid-transfer. The transfer goes on, and the web server
-// is asked for at most 64 MiB twice. Not parallel: these disturb everybody.
+// What may be killed in mid-transfer. The transfers go on, and the web servers
+// are asked for at most 64 MiB twice. Not parallel: these disturb everybody.
 func TestKillInMidTransfer(t *testing.T) {
+	img := lab.Serve(t, longTransfer)
 	rows := []struct {
-		name  string
-		block bool
-		kill  func(t *testing.T, img *lab.Served)
+		name string
+		kill func(t *testing.T)
 	}{
-		{"the mover, -9, Block", true, func(t *testing.T, _ *lab.Served) { killInPlugin(t, "longshore mover", 1) }},
-		{"the mover, -9, Filesystem", false, func(t *testing.T, _ *lab.Served) { killInPlugin(t, "longshore mover", 1) }},
-		{"the node plugin, -9, Block", true, func(t *testing.T, _ *lab.Served) { restartPlugin(t) }},
-		{"the node plugin, -9, Filesystem", false, func(t *testing.T, _ *lab.Served) { restartPlugin(t) }},
-		{"the node plugin's pod", true, func(t *testing.T, _ *lab.Served) { replace(t, world.PluginPod) }},
-		{"the controller's pod", true, func(t *testing.T, _ *lab.Served) { replace(t, world.ControllerPod) }},
-		{"the web server, -9", true, func(_ *testing.T, img *lab.Served) { img.Stop(); img.Start() }},
+		{"the movers, -9", func(t *testing.T) { killInPlugin(t, "longshore mover", 2) }},
+		{"the node plugin, -9", restartPlugin},
+		{"the node plugin's pod", func(t *testing.T) { replace(t, world.PluginPod) }},
+		{"the controller's pod", func(t *testing.T) { replace(t, world.ControllerPod) }},
 	}
 	for _, r := range rows {
-		t.Run(r.name, func(t *testing.T) {
-			ns := world.NewNamespace(t)
-			class := world.StorageClass(t, lab.Class{})
-			img := lab.Serve(t, lab.Image{Bytes: 160 * mib, Slow: true})
-			world.HTTPSource(t, ns, "image", img.URL("raw"))
-			claim := world.Claim(t, lab.Claim{Namespace: ns, Name: "disk", Class: class, Bytes: 192 * mib, Block: r.block, ImportSource: "image"})
-			// More than may be read again, so that beginning at zero would show.
-			filling(t, claim, 80*mib)
-			r.kill(t, img)
-			world.Bound(t, claim)
-			if again := img.Sent() - img.Bytes; again > 64*mib {
-				t.Errorf("the server sent %d MiB of a %d MiB image again, want at most 64", again/mib, img.Bytes/mib)
-			}
-			checkRead(t, world.Output(t, world.Pod(t, claim, "consumer", read(img.Bytes, r.block))), img, r.block)
-		})
+		t.Run(r.name, func(t *testing.T) { goesOn(t, img, func([]*lab.Served) { r.kill(t) }) })
+	}
+}
+
+func TestWebServerDiesInMidTransfer(t *testing.T) {
+	t.Parallel()
+	goesOn(t, lab.Serve(t, longTransfer), func(servers []*lab.Served) {
+		for _, s := range servers {
+			s.Stop()
+			s.Start()
+		}
+	})
+}
+
+// longTransfer leaves time to interfere once more has come than may be read again:
+// beginning at zero would show.
+var longTransfer = lab.Image{Bytes: 160 * mib, Slow: true, SlowFrom: 1e8}
+
+// goesOn imports an image into a Block and a Filesystem volume, each from a server of its own, and has one kill in mid-transfer.
+func goesOn(t *testing.T, img *lab.Served, kill func([]*lab.Served)) {
+	t.Helper()
+	ns := world.NewNamespace(t)
+	class := world.StorageClass(t, lab.Class{})
+	var servers []*lab.Served
+	var claims []*corev1.PersistentVolumeClaim
+	for _, name := range []string{"block", "filesystem"} {
+		s := img.Again(t)
+		world.HTTPSource(t, ns, name, s.URL("raw"))
+		servers = append(servers, s)
+		claims = append(claims, world.Claim(t, lab.Claim{Namespace: ns, Name: name, Class: class, Bytes: 224 * mib, Block: name == "block", ImportSource: name}))
+	}
+	for _, c := range append(claims, claims[0]) { // the first must not have ended meanwhile
+		filling(t, c, 80*mib)
+	}
+	kill(servers)
+	for i, c := range claims {
+		servers[i].Hurry(t)
+		world.Bound(t, c)
+		if again := servers[i].Sent() - img.Bytes; again > 64*mib {
+			t.Errorf("%s: the server sent %d MiB of a %d MiB image again, want at most 64", c.Name, again/mib, img.Bytes/mib)
+		}
+	}
+	var pods []*corev1.Pod
+	for i, c := range claims {
+		pods = append(pods, world.Pod(t, c, "reads-"+c.Name, read(img.Bytes, i == 0)))
+	}
+	for i, p := range pods {
+		checkRead(t, world.Output(t, p), img, i == 0)
 	}
 }
 

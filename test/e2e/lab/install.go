@@ -13,30 +13,44 @@ import (
 	"github.com/longshore-io/longshore/test/cluster"
 )
 
-// PoolBytes is the size of the node's pool; it is allocated whole.
-const PoolBytes int64 = 6 << 30
+// What the node's pools have, each allocated whole: the one that a class has by
+// default, and two for stories that leave no room in one.
+const (
+	poolBytes  int64 = 6 << 30
+	SmallBytes int64 = 768 << 20
+)
 
-// install builds the container image and installs the chart, waiting until both workloads are ready.
-func (l *Lab) install(ctx context.Context, log io.Writer, values []string) error {
-	root, err := moduleRoot(ctx)
-	if err != nil {
-		return err
-	}
+// The pools of SmallBytes bytes.
+var smallPools = []string{"full", "slow"}
+
+// buildImage puts the container image together.
+func buildImage(ctx context.Context, root string, log io.Writer) error {
 	make := exec.CommandContext(ctx, "make", "--no-print-directory", "image")
 	make.Dir = root
-	if err := run(make, log); err != nil {
-		return err
+	return run(make, log)
+}
+
+// install loads the image and installs the chart, waiting until both workloads are ready.
+func (l *Lab) install(ctx context.Context, root string, log io.Writer, values []string) error {
+	// All that the node plugin sees of a host's udev; whoever wants to know what a
+	// udev makes of the rules asks package udev.
+	if out, err := l.Cluster.Command(ctx, Node, "sh", "-c", "mkdir -p /run/udev && : > /run/udev/control").CombinedOutput(); err != nil {
+		return fmt.Errorf("give %s a udev: %w: %s", Node, err, out)
 	}
-	image := filepath.Join(root, "out", "longshore-image.tar")
-	if err := l.Cluster.LoadImage(ctx, image); err != nil {
+	if err := l.Cluster.LoadImage(ctx, filepath.Join(root, "out", "longshore-image.tar")); err != nil {
 		return fmt.Errorf("load the image: %w", err)
 	}
 	args := []string{"upgrade", "--install", "longshore", filepath.Join(root, "charts", "longshore"),
-		"--namespace", Namespace, "--create-namespace", "--wait", "--timeout", "3m",
+		"--namespace", Namespace, "--create-namespace", "--wait", "--timeout", "5m",
 		"--set", "image.pullPolicy=Never",
 		"--set", "sidecars.pullPolicy=Never",
-		"--set", fmt.Sprintf("pools[0].name=default,pools[0].dir=/var/lib/longshore/default,pools[0].bytes=%d", PoolBytes),
+		"--set", pool(0, "default", poolBytes),
 		"--set", "fetchPolicy.allow={" + cluster.HostIP + "/32}",
+		// stories wait for no other story's slow transfer
+		"--set", "slots=8,node.resources.limits.memory=1536Mi",
+	}
+	for i, name := range smallPools {
+		args = append(args, "--set", pool(i+1, name, SmallBytes))
 	}
 	for _, v := range values {
 		args = append(args, "--set", v)
@@ -60,6 +74,10 @@ func (l *Lab) install(ctx context.Context, log io.Writer, values []string) error
 		}
 	}
 	return nil
+}
+
+func pool(i int, name string, bytes int64) string {
+	return fmt.Sprintf("pools[%[1]d].name=%[2]s,pools[%[1]d].dir=/var/lib/longshore/%[2]s,pools[%[1]d].bytes=%[3]d", i, name, bytes)
 }
 
 func moduleRoot(ctx context.Context) (string, error) {

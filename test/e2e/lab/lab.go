@@ -24,6 +24,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
 	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/tools/clientcmd"
 	cdiv1 "kubevirt.io/containerized-data-importer-api/pkg/apis/core/v1beta1"
@@ -44,12 +45,13 @@ const ShellImage = "cluster.test/busybox:1"
 const Node = "node1"
 
 // BindTimeout is how long the cluster's scheduler waits for a claim to bind before it thinks again.
-const BindTimeout = 15 * time.Second
+const BindTimeout = 8 * time.Second
 
 // Lab is a running cluster with Longshore.
 type Lab struct {
 	client.Client
 	Cluster *cluster.Cluster
+	pods    kubernetes.Interface // for what a client.Client has no verb for
 	keep    bool
 }
 
@@ -60,8 +62,14 @@ func Start(ctx context.Context, log io.Writer, values ...string) (*Lab, error) {
 	if err != nil {
 		return nil, err
 	}
+	root, err := moduleRoot(ctx)
+	if err != nil {
+		return nil, err
+	}
 	ctrllog.SetLogger(logr.Discard())
 	l := &Lab{keep: os.Getenv("LONGSHORE_LAB") == "keep"}
+	built := make(chan error, 1)
+	go func() { built <- buildImage(ctx, root, log) }()
 	l.Cluster, err = cluster.Up(ctx, cluster.Options{
 		Dir:           filepath.Join(cache, "longshore", "lab"),
 		Reuse:         l.keep,
@@ -70,10 +78,13 @@ func Start(ctx context.Context, log io.Writer, values ...string) (*Lab, error) {
 		BindTimeout:   BindTimeout,
 		Log:           log,
 	})
-	if err != nil {
+	if err := errors.Join(err, <-built); err != nil {
+		if l.Cluster != nil {
+			err = errors.Join(err, l.Close())
+		}
 		return nil, err
 	}
-	if err := l.install(ctx, log, values); err != nil {
+	if err := l.install(ctx, root, log, values); err != nil {
 		return nil, errors.Join(err, l.Close())
 	}
 	cfg, err := clientcmd.BuildConfigFromFlags("", l.Cluster.Kubeconfig())
@@ -86,6 +97,9 @@ func Start(ctx context.Context, log io.Writer, values ...string) (*Lab, error) {
 		if err := add(scheme); err != nil {
 			return nil, errors.Join(err, l.Close())
 		}
+	}
+	if l.pods, err = kubernetes.NewForConfig(cfg); err != nil {
+		return nil, errors.Join(err, l.Close())
 	}
 	if l.Client, err = client.New(cfg, client.Options{Scheme: scheme}); err != nil {
 		return nil, errors.Join(err, l.Close())
@@ -103,16 +117,11 @@ func (l *Lab) Close() error {
 }
 
 // Eventually waits until f returns nil; it fails the test with f's last error
-// when two minutes (or the test's own deadline) are over.
+// when four minutes (or the test's own deadline) are over: whoever waits shares
+// two cores with a whole cluster.
 func (l *Lab) Eventually(t testing.TB, what string, f func(ctx context.Context) error) {
 	t.Helper()
-	l.Within(t, 2*time.Minute, what, f)
-}
-
-// Within is Eventually with a limit of its own.
-func (l *Lab) Within(t testing.TB, limit time.Duration, what string, f func(ctx context.Context) error) {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	defer cancel()
 	tick := time.NewTicker(200 * time.Millisecond)
 	defer tick.Stop()
@@ -142,7 +151,7 @@ func (l *Lab) NewNamespace(t testing.TB) string {
 
 // clean runs after the test's own context has ended.
 func (l *Lab) clean(t testing.TB, ns string) {
-	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	defer cancel()
 	if t.Failed() {
 		l.Explain(t)
@@ -171,7 +180,8 @@ func (l *Lab) clean(t testing.TB, ns string) {
 	}
 }
 
-// Left names what exists of a namespace's volumes: API objects and what the node holds; "" when nothing does.
+// Left names what exists of a namespace's volumes: API objects and, once those are
+// gone, what the node holds; "" when nothing does.
 func (l *Lab) Left(ctx context.Context, ns string) string {
 	var left []string
 	var pvcs corev1.PersistentVolumeClaimList
@@ -200,6 +210,9 @@ func (l *Lab) Left(ctx context.Context, ns string) string {
 		if pv.Spec.ClaimRef != nil && pv.Spec.ClaimRef.Namespace == ns {
 			left = append(left, "PersistentVolume "+pv.Name)
 		}
+	}
+	if len(left) > 0 {
+		return strings.Join(left, ", ")
 	}
 	for _, h := range l.Held(ctx) {
 		if !known[h.Volume] {
@@ -242,12 +255,10 @@ true`)
 }
 
 // InPlugin runs a shell script in the mount and pid namespaces of the node plugin's container.
+// It goes by way of the node: a kubectl for each look would cost more than all else.
 func (l *Lab) InPlugin(ctx context.Context, script string) ([]byte, error) {
-	pod, err := l.PluginPod(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return l.Cluster.Kubectl(ctx, "-n", Namespace, "exec", pod.Name, "-c", "longshore", "--", "sh", "-c", script)
+	return l.Cluster.Command(ctx, Node, "sh", "-ec",
+		`exec nsenter -t "$(pgrep -o -f '^/usr/bin/longshore node ')" -m -p -- sh -c "$0"`, script).CombinedOutput()
 }
 
 // PluginPod is the node plugin's running pod.
@@ -290,7 +301,7 @@ func (l *Lab) Must(t testing.TB, err error) {
 
 // Explain prints what a person would look at first.
 func (l *Lab) Explain(t testing.TB) {
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	for _, args := range [][]string{
 		{"get", "nodevolumes,pv", "-o", "wide"},
@@ -309,7 +320,8 @@ func (l *Lab) Explain(t testing.TB) {
 
 // Class says what StorageClass a story needs.
 type Class struct {
-	Wait     bool // WaitForFirstConsumer
+	Wait     bool   // WaitForFirstConsumer
+	Pool     string // "" is the large one
 	Populate string
 	FSType   string
 }

@@ -32,6 +32,9 @@ func (l *Lab) StorageClass(t testing.TB, c Class) string {
 		ReclaimPolicy:        &reclaim,
 		AllowVolumeExpansion: &expand,
 	}
+	if c.Pool != "" {
+		sc.Parameters[csi.ParameterPool] = c.Pool
+	}
 	if c.Populate != "" {
 		sc.Parameters[csi.ParameterPopulate] = c.Populate
 	}
@@ -134,14 +137,20 @@ func (l *Lab) Output(t testing.TB, pod *corev1.Pod) string {
 		case corev1.PodSucceeded:
 			return nil
 		case corev1.PodFailed:
-			out, _ := l.Cluster.Kubectl(ctx, "-n", pod.Namespace, "logs", pod.Name)
+			out, _ := l.Logs(ctx, pod)
 			t.Fatalf("pod %s failed: %s", pod.Name, out)
 		}
 		return fmt.Errorf("pod is %s", pod.Status.Phase)
 	})
-	out, err := l.Cluster.Kubectl(t.Context(), "-n", pod.Namespace, "logs", pod.Name)
+	out, err := l.Logs(t.Context(), pod)
 	l.Must(t, err)
-	return strings.TrimSpace(string(out))
+	return strings.TrimSpace(out)
+}
+
+// Logs is what the pod has printed.
+func (l *Lab) Logs(ctx context.Context, pod *corev1.Pod) (string, error) {
+	out, err := l.pods.CoreV1().Pods(pod.Namespace).GetLogs(pod.Name, &corev1.PodLogOptions{}).DoRaw(ctx)
+	return string(out), err
 }
 
 // Bound waits until the claim is bound.

@@ -5,11 +5,13 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -17,7 +19,7 @@ import (
 	"github.com/longshore-io/longshore/test/peers"
 )
 
-// slowRate limits each connection to a slow image's server, in bytes per second.
+// slowRate limits each answer of a slow image's server, in bytes per second.
 const slowRate = 1 << 20
 
 // Web starts a real nginx where the cluster can reach it; it ends with t.
@@ -30,8 +32,10 @@ func Web(t testing.TB, o peers.NginxOptions) *peers.NginxServer {
 // Image says what disk image is to be served.
 type Image struct {
 	Bytes int64
-	// Slow limits each connection; all of the disk is data then, and it is served raw only.
-	Slow           bool
+	// Slow limits each answer until Hurry; all of the disk is data then, and it is served raw only.
+	Slow bool
+	// SlowFrom leaves ranges that begin before it at full speed, a power of ten in bytes.
+	SlowFrom       int64
 	User, Password string
 }
 
@@ -40,6 +44,9 @@ type Served struct {
 	*peers.NginxServer
 	Bytes  int64
 	SHA256 string // of the disk's content
+
+	image Image
+	slow  string // a file: the server is slow while it exists
 }
 
 // URL of the image in a format.
@@ -48,11 +55,7 @@ func (s *Served) URL(format string) string { return s.NginxServer.URL("disk." + 
 // Serve makes and serves a disk: a partition table's signature, data, and holes between it.
 func Serve(t testing.TB, i Image) *Served {
 	t.Helper()
-	o := peers.NginxOptions{User: i.User, Password: i.Password}
-	if i.Slow {
-		o.LimitRate = slowRate
-	}
-	s := &Served{NginxServer: Web(t, o), Bytes: i.Bytes}
+	s := serve(t, Served{Bytes: i.Bytes, image: i}, t.TempDir())
 	raw := filepath.Join(s.Root, "disk.raw")
 	if err := writeDisk(raw, i); err != nil {
 		t.Fatal(err)
@@ -69,6 +72,41 @@ func Serve(t testing.TB, i Image) *Served {
 		t.Fatal(err)
 	}
 	return s
+}
+
+// Again serves the same disk by one more server.
+func (s *Served) Again(t testing.TB) *Served {
+	t.Helper()
+	return serve(t, *s, s.Root)
+}
+
+func serve(t testing.TB, s Served, root string) *Served {
+	t.Helper()
+	o := peers.NginxOptions{Root: root, User: s.image.User, Password: s.image.Password}
+	if s.image.Slow {
+		s.slow = filepath.Join(t.TempDir(), "slow")
+		if err := os.WriteFile(s.slow, nil, 0o644); err != nil {
+			t.Fatal(err)
+		}
+		o.Extra = fmt.Sprintf("set $rate %d;\nif (!-f %s) { set $rate 0; }\n", slowRate, s.slow)
+		if from := strconv.FormatInt(s.image.SlowFrom, 10); s.image.SlowFrom > 0 {
+			if strings.Trim(from[1:], "0") != "" || from[0] != '1' {
+				t.Fatalf("SlowFrom is %s, want a power of ten", from)
+			}
+			o.Extra += fmt.Sprintf("if ($http_range ~ \"^bytes=[0-9]{1,%d}-\") { set $rate 0; }\n", len(from)-1)
+		}
+		o.Extra += "limit_rate $rate;"
+	}
+	s.NginxServer = Web(t, o)
+	return &s
+}
+
+// Hurry ends the slowness of whatever is asked for from now on.
+func (s *Served) Hurry(t testing.TB) {
+	t.Helper()
+	if err := os.Remove(s.slow); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // Tool runs a program in a folder and fails the test where the program fails.
