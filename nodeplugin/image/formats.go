@@ -19,6 +19,7 @@ const (
 	asQcow2                // cluster tables
 	asGzip                 // a disk inside, read one way
 	asVHD                  // fixed, or blocks in a table
+	asVDI                  // blocks in a table
 )
 
 // format is how bytes are told to be of one kind.
@@ -50,7 +51,7 @@ var containers = []format{
 	{name: "vmdk descriptor", magic: "# Disk DescriptorFile"},
 	{name: "vhdx", magic: "vhdxfile"},
 	{name: "vhd", magic: vhdCookie, opens: asVHD},
-	{name: "vdi", at: 0x40, magic: "\x7f\x10\xda\xbe"},
+	{name: "vdi", at: 0x40, magic: "\x7f\x10\xda\xbe", opens: asVDI},
 	{name: "parallels", magic: "WithoutFreeSpace"},
 	{name: "parallels", magic: "WithouFreSpacExt"},
 	{name: "bochs", magic: "Bochs Virtual HD Image"},

@@ -106,7 +106,6 @@ func TestRecognise(t *testing.T) {
 		{"vmdk descriptor", []byte("# Disk DescriptorFile\nversion=1\n"), "", fault.FormatNotSupported, "vmdk descriptor"},
 		{"vhdx", at(4096, 0, "vhdxfile"), "", fault.FormatNotSupported, "vhdx"},
 		{"dmg", at(2<<20, 510, "\x55\xaa", 2<<20-512, "koly"), "", fault.FormatNotSupported, "dmg"},
-		{"vdi", at(4096, 0, "<<< Oracle VM VirtualBox Disk Image >>>\n", 0x40, "\x7f\x10\xda\xbe"), "", fault.FormatNotSupported, "vdi"},
 		{"parallels", at(4096, 0, "WithouFreSpacExt"), "", fault.FormatNotSupported, "parallels"},
 		{"bochs", at(4096, 0, "Bochs Virtual HD Image"), "", fault.FormatNotSupported, "bochs"},
 		{"cloop", at(4096, 0, "#!/bin/sh\n#V2.0 Format\n"), "", fault.FormatNotSupported, "cloop"},
