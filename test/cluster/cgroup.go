@@ -98,7 +98,7 @@ func removeCgroup(ctx context.Context, node string) error {
 	}
 	for _, h := range all {
 		top := filepath.Join(h, cgroupName, node)
-		err := poll(ctx, 10*time.Second, func() error { return removeTree(top) })
+		err := poll(ctx, time.Minute, func() error { return removeTree(top) })
 		if err != nil {
 			return fmt.Errorf("remove cgroup %s: %w", top, err)
 		}

@@ -63,7 +63,7 @@ func TestCluster(t *testing.T) {
 	if err := c.Apply(ctx, shellPod); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.Kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod/shell"); err != nil {
+	if _, err := c.Kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=180s", "pod/shell"); err != nil {
 		t.Fatal(err)
 	}
 

@@ -49,6 +49,8 @@ func (c *Cluster) schedulerConfig(o Options) string {
 kind: KubeSchedulerConfiguration
 clientConnection: {kubeconfig: "` + c.pkiFile("scheduler.kubeconfig") + `"}
 leaderElection: {leaderElect: false}
+# What could not be placed is looked at again before anybody tires of waiting.
+podMaxBackoffSeconds: 2
 `
 	if o.BindTimeout > 0 {
 		text += fmt.Sprintf(`profiles:

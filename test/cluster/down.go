@@ -14,7 +14,7 @@ import (
 // also its folder. Called again, or for half a cluster, it does what is left.
 func (c *Cluster) Down(wipe bool) error {
 	// Not the caller's context: it may be done because the caller gives up.
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	unlock, err := lockFile(ctx, downLock, nil)
 	if err != nil {
@@ -55,14 +55,14 @@ func Down(dir string, wipe bool) error {
 
 // cleanUp takes away what a state speaks of, and writes that it is gone.
 func (s *state) cleanUp(dir string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	if s.Hub.alive() {
 		// Process 1: the kernel ends all others of its namespace, and of those below.
 		if err := syscall.Kill(s.Hub.Pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 			return fmt.Errorf("kill the hub: %w", err)
 		}
-		err := poll(ctx, 20*time.Second, func() error {
+		err := poll(ctx, time.Minute, func() error {
 			if s.Hub.alive() {
 				return fmt.Errorf("the hub, process %d, lives on", s.Hub.Pid)
 			}

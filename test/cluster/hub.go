@@ -31,6 +31,7 @@ func (c *Cluster) run(ctx context.Context, o Options, lock *os.File) error {
 	if err := c.waitMachine(ctx, ""); err != nil {
 		return err
 	}
+	c.say("the hub runs")
 	if err := c.layHubNetwork(ctx); err != nil {
 		return fmt.Errorf("lay the hub's network: %w", err)
 	}
@@ -130,7 +131,7 @@ func (b Bin) machinePath() string { return filepath.Join(b.machine, "machine") }
 
 // waitMachine waits for process 1 of the hub or of a node.
 func (c *Cluster) waitMachine(ctx context.Context, where string) error {
-	return poll(ctx, 10*time.Second, func() error {
+	return poll(ctx, time.Minute, func() error {
 		conn, err := c.dial(ctx, where)
 		if err != nil {
 			return err
@@ -246,7 +247,7 @@ func (c *Cluster) newAPI() (*api, error) {
 		if f := strings.Split(line, ","); f[1] == "admin" {
 			return &api{&http.Client{
 				Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true},
-				Timeout:   5 * time.Second,
+				Timeout:   30 * time.Second,
 			}, f[0]}, nil
 		}
 	}

@@ -50,7 +50,7 @@ disabled_plugins = ['io.containerd.grpc.v1.cri', 'io.containerd.cri.v1.images', 
 	containerd.Stdout, containerd.Stderr = &said, &said
 	containerd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS} // it mounts layers
 	containerd.Cancel = func() error { return containerd.Process.Signal(syscall.SIGTERM) }
-	containerd.WaitDelay = 10 * time.Second
+	containerd.WaitDelay = time.Minute
 	if err := containerd.Start(); err != nil {
 		return err
 	}
@@ -60,7 +60,7 @@ disabled_plugins = ['io.containerd.grpc.v1.cri', 'io.containerd.cri.v1.images', 
 			return err
 		}
 		ctr := []string{b.Path("ctr"), "--address=" + socket, "--namespace=k8s.io"}
-		err = poll(ctx, 20*time.Second, func() error {
+		err = poll(ctx, time.Minute, func() error {
 			_, err := output(ctx, "", append(ctr, "version")...)
 			return err
 		})

@@ -95,7 +95,7 @@ func (r loopRange) free(ctx context.Context, dir string) error {
 	// A loop may lie on another: the kubelet's on a volume's, a volume's on its
 	// pool's. The lower one is free only after the upper one, whatever their numbers;
 	// and a mount of a namespace that is just dying may hold one for a moment.
-	return poll(ctx, 10*time.Second, func() error {
+	return poll(ctx, time.Minute, func() error {
 		var left []int
 		var errs []error
 		for _, i := range there {
