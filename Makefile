@@ -7,6 +7,10 @@ VERSION ?= $(shell sed -n 's/^appVersion: *//p' charts/longshore/Chart.yaml)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/longshore
 IMAGE := out/longshore-image.tar
 
+# Of make test-long: of each fuzz test, and how often the rest is repeated.
+FUZZTIME ?= 5m
+TIMES ?= 5
+
 # Everything is compiled without cgo and with the same flags, so that build, image,
 # demo and tests share what is compiled.
 export CGO_ENABLED := 0
@@ -73,8 +77,14 @@ machine: servers ## the tests that need the whole machine: cluster, user stories
 	@go test -timeout 40m -p 1 $(WHOLE_MACHINE)
 
 .PHONY: test-long
-test-long: deps ## fault campaigns, long fuzzing, matrices: what make test has no time for
-	@LONGSHORE_LONG=1 go test -timeout 4h -p 1 ./...
+test-long: deps servers ## long fuzzing, large images, kills over and over: what make test has no time for (FUZZTIME=5m, TIMES=5)
+	@grep -rl --include='*_test.go' '^func Fuzz' . | while read -r file; do \
+		sed -n 's/^func \(Fuzz[A-Za-z0-9]*\)(.*/\1/p' "$$file" | while read -r name; do \
+			go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$file")" || exit; \
+		done || exit; \
+	done
+	@LONGSHORE_TEST_IMAGE_BYTES=10737418240 go test -count 1 -timeout 1h -run '^TestMemory$$' ./nodeplugin
+	@go test -count $(TIMES) -timeout 4h -p 1 -run 'Kill|Crash|Race|Concurrent|Twenty|MidTransfer' $(MOUNTING) ./test/e2e
 
 .PHONY: bench
 bench: deps build ## comparisons with other tools, see docs/benchmarks.md
@@ -89,7 +99,7 @@ $(LINT):
 
 .PHONY: lint
 lint: $(LINT) ## golangci-lint
-	@$(LINT) run --config .ci/golangci.yml ./...
+	@$(LINT) run --allow-serial-runners --config .ci/golangci.yml ./...
 
 .PHONY: clean
 clean: ## remove what was built here; caches stay
