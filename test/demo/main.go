@@ -18,7 +18,9 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -87,12 +89,20 @@ func step(what string) func() {
 	return func() { fmt.Printf("   %.1f s\n", time.Since(start).Seconds()) }
 }
 
-func up(ctx context.Context, image, url string) error {
+func up(ctx context.Context, image, address string) error {
 	if err := check(); err != nil {
 		return err
 	}
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
+	}
+	var d disk
+	var err error
+	if address != "" {
+		// First: whatever is wrong with it shows at once.
+		if d, err = fetched(ctx, address); err != nil {
+			return err
+		}
 	}
 	c, err := start(ctx)
 	if err != nil {
@@ -101,12 +111,13 @@ func up(ctx context.Context, image, url string) error {
 	if err := install(ctx, c, image); err != nil {
 		return err
 	}
-	disk, err := prepare(ctx, url)
-	if err != nil {
-		return err
+	if address == "" {
+		if d, err = made(ctx); err != nil {
+			return err
+		}
 	}
-	if err := importDisk(ctx, c, disk); err != nil {
-		return err
+	if err := importDisk(ctx, c, d); err != nil {
+		return fmt.Errorf("%w\n\nThe cluster is still up: KUBECONFIG=%s. Run the demo again, with another URL, or make demo-down", err, c.Kubeconfig())
 	}
 	fmt.Printf(`
 The cluster is yours until "make demo-down":
@@ -118,8 +129,8 @@ The cluster is yours until "make demo-down":
   kubectl get csistoragecapacities -A              # what the scheduler knows of the pool
   bin/longshore inspect %s
 
-Other images: edit the URL in %s, change the names, kubectl apply.
-`, c.Kubeconfig(), filepath.Dir(c.Bin("kubectl")), disk.url, manifest)
+Other images: make demo URL=..., or edit the URL in %s, change the names, kubectl apply.
+`, c.Kubeconfig(), filepath.Dir(c.Bin("kubectl")), d.url, manifest)
 	return nil
 }
 
@@ -130,6 +141,9 @@ func check() error {
 	}
 	if _, err := os.Stat(manifest); err != nil {
 		return fmt.Errorf("%w: run the demo in the top folder of the checkout", err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "cluster")); err == nil {
+		return nil // it has its room already
 	}
 	parent := filepath.Dir(dir)
 	var st syscall.Statfs_t
@@ -144,12 +158,8 @@ func check() error {
 
 func start(ctx context.Context) (*cluster.Cluster, error) {
 	defer step("A Kubernetes of one node (the first time it is compiled, which takes about ten minutes on two idle cores)")()
-	c, err := cluster.Up(ctx, cluster.Options{Dir: filepath.Join(dir, "cluster"), Log: indented(os.Stdout)})
-	var held *cluster.HeldError
-	switch {
-	case errors.Is(err, cluster.ErrRunning):
-		return nil, errors.New("the demo's cluster is up already: make demo-down removes it")
-	case errors.As(err, &held):
+	c, err := cluster.Up(ctx, cluster.Options{Dir: filepath.Join(dir, "cluster"), Log: indented(os.Stdout), Reuse: true})
+	if held := (*cluster.HeldError)(nil); errors.As(err, &held) {
 		return nil, fmt.Errorf("this machine has room for one cluster and another is up (%w): end it first", err)
 	}
 	return c, err
@@ -186,40 +196,73 @@ type disk struct {
 	sha256 string
 }
 
-// prepare makes an image and serves it, or fetches the one at url to know its
-// content.
-func prepare(ctx context.Context, url string) (d disk, err error) {
+// made makes an image and serves it.
+func made(ctx context.Context) (disk, error) {
+	defer step("A disk image of real files, on a web server")()
 	web := filepath.Join(dir, "web")
 	if err := os.MkdirAll(web, 0o755); err != nil {
-		return d, err
+		return disk{}, err
 	}
+	image := filepath.Join(web, "disk.qcow2")
+	if err := makeImage(ctx, image); err != nil {
+		return disk{}, err
+	}
+	url, err := startServer(ctx, image)
+	if err != nil {
+		return disk{}, err
+	}
+	return known(ctx, url, image)
+}
+
+// fetched fetches the image at url to know its content.
+func fetched(ctx context.Context, url string) (disk, error) {
+	defer step("Your image, fetched once to know what the pod must read")()
+	if err := reachable(ctx, url); err != nil {
+		return disk{}, err
+	}
+	image := filepath.Join(dir, "fetched")
+	defer os.Remove(image)
+	if err := fetch(ctx, url, image); err != nil {
+		return disk{}, err
+	}
+	d, err := known(ctx, url, image)
+	if err == nil && d.bytes > poolBytes/10*9 {
+		err = fmt.Errorf("a disk of %d bytes does not fit into the demo's pool of %d: take a smaller one", d.bytes, poolBytes)
+	}
+	return d, err
+}
+
+// reachable refuses addresses that mean another machine to a node than to us.
+func reachable(ctx context.Context, text string) error {
+	u, err := url.Parse(text)
+	if err != nil {
+		return err
+	}
+	if u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
+		return fmt.Errorf("URL=%s: want http://HOST/... or https://HOST/...", text)
+	}
+	addresses, err := net.DefaultResolver.LookupNetIP(ctx, "ip", u.Hostname())
+	if err != nil {
+		return err
+	}
+	for _, a := range addresses {
+		if a = a.Unmap(); a.IsLoopback() || a.IsUnspecified() || a.IsLinkLocalUnicast() {
+			return fmt.Errorf("URL=%s: the nodes have a network of their own, in which %s is not this machine: let the web server listen at an address of this machine's network and name that; while the demo's cluster is up, %s is one", text, a, cluster.HostIP)
+		}
+	}
+	if p, err := http.ProxyFromEnvironment(&http.Request{URL: u}); err == nil && p != nil {
+		fmt.Printf("   note: this machine goes to %s by the proxy %s, the nodes go straight\n", u.Hostname(), p.Redacted())
+	}
+	return nil
+}
+
+// known tells what a guest must read of an image.
+func known(ctx context.Context, url, image string) (disk, error) {
+	d := disk{url: url}
 	raw := filepath.Join(dir, "want.raw")
 	defer os.Remove(raw)
-	d.url = url
-	if url == "" {
-		defer step("A disk image of real files, on a web server")()
-		image := filepath.Join(web, "disk.qcow2")
-		if err := makeImage(ctx, image); err != nil {
-			return d, err
-		}
-		if d.url, err = startServer(ctx, image); err != nil {
-			return d, err
-		}
-	} else {
-		defer step("Your image, fetched once to know what the pod must read")()
-		image := filepath.Join(dir, "fetched")
-		defer os.Remove(image)
-		if err := fetch(ctx, url, image); err != nil {
-			return d, err
-		}
-		if err := qemuConvert(ctx, image, raw); err != nil {
-			return d, err
-		}
-	}
-	if url == "" {
-		if err := qemuConvert(ctx, filepath.Join(web, "disk.qcow2"), raw); err != nil {
-			return d, err
-		}
+	if err := qemuConvert(ctx, image, raw); err != nil {
+		return d, err
 	}
 	f, err := os.Open(raw)
 	if err != nil {
@@ -332,6 +375,10 @@ func importDisk(ctx context.Context, c *cluster.Cluster, d disk) error {
 	if err != nil {
 		return err
 	}
+	// Of an earlier run.
+	if _, err := c.Kubectl(ctx, "delete", "--ignore-not-found", "--wait", "pod/reader", "pvc/disk", "volumeimportsource/image"); err != nil {
+		return err
+	}
 	done := step("The import: kubectl apply of " + manifest)
 	fmt.Fprint(indented(os.Stdout), objects)
 	if err := c.Apply(ctx, objects); err != nil {
@@ -411,6 +458,10 @@ func connect(c *cluster.Cluster) (client.Client, error) {
 
 // look shows what is new and tells whether the pod runs.
 func look(ctx context.Context, api client.Client, show *screen, told map[string]bool) (running bool, err error) {
+	var claim corev1.PersistentVolumeClaim
+	if err := api.Get(ctx, client.ObjectKey{Namespace: "default", Name: "disk"}, &claim); err != nil {
+		return false, err
+	}
 	var events corev1.EventList
 	if err := api.List(ctx, &events, client.InNamespace("default")); err != nil {
 		return false, err
@@ -418,11 +469,14 @@ func look(ctx context.Context, api client.Client, show *screen, told map[string]
 	for _, e := range events.Items {
 		// Of the source the same is told; the sidecar only says that it is not meant.
 		line := fmt.Sprintf("event: %s: %s", e.Reason, e.Message)
-		if told[line] || e.InvolvedObject.Kind != "PersistentVolumeClaim" || e.Reason == "Provisioning" || e.Reason == "ExternalProvisioning" {
+		if told[line] || e.InvolvedObject.UID != claim.UID || e.Reason == "Provisioning" || e.Reason == "ExternalProvisioning" {
 			continue
 		}
 		told[line] = true
 		show.keep(line)
+		if e.Reason == "importFailed" {
+			return false, fmt.Errorf("the import failed for good: %s", e.Message)
+		}
 	}
 	var volumes v1alpha1.NodeVolumeList
 	if err := api.List(ctx, &volumes); err != nil {
@@ -432,9 +486,6 @@ func look(ctx context.Context, api client.Client, show *screen, told map[string]
 		if nv.Spec.Claim == nil || nv.Spec.Claim.Namespace != "default" || nv.Spec.Claim.Name != "disk" {
 			continue
 		}
-		if failed := failure(nv); failed != "" {
-			return false, fmt.Errorf("the import failed for good: %s", failed)
-		}
 		show.update(progress(nv))
 	}
 	var pod corev1.Pod
@@ -442,18 +493,6 @@ func look(ctx context.Context, api client.Client, show *screen, told map[string]
 		return false, err
 	}
 	return pod.Status.Phase == corev1.PodRunning, nil
-}
-
-func failure(nv v1alpha1.NodeVolume) string {
-	if nv.Status.Phase != v1alpha1.PhaseFailed {
-		return ""
-	}
-	for _, c := range nv.Status.Conditions {
-		if c.Type == v1alpha1.ConditionPopulated {
-			return c.Reason + ": " + c.Message
-		}
-	}
-	return "no reason is told"
 }
 
 // progress is what a NodeVolume says, in a line.
