@@ -182,6 +182,9 @@ func (p *Populate) act(ctx context.Context, s *populator.Seen) (populator.Act, e
 		case populator.Publish:
 			return a, p.publish(ctx, s)
 		case populator.Populate:
+			if err := p.reach(ctx, s); err != nil {
+				return a, err
+			}
 			return p.onNode(ctx, s, a, p.populate)
 		case populator.CreateVolume:
 			if a, err := p.onNode(ctx, s, a, p.createVolume); err != nil || s.Agent.Full == "" {
@@ -342,10 +345,13 @@ func (p *Populate) resolve(ctx context.Context, s *populator.Seen) error {
 		}
 	}
 	s.Recipe, s.Unresolved = populator.RecipeOf(s.Record.Spec.Import, m, s.Claim.Annotations[populator.AnnotationRetry], p.DigestKey)
-	if s.Recipe == nil {
-		return nil
+	if s.Recipe == nil || s.Agent.Volume.GetFailure().GetReason() != populator.ReasonAddressNotAllowed {
+		return nil // what can be reached decides nothing yet
 	}
-	var err error
+	return p.reach(ctx, s)
+}
+
+func (p *Populate) reach(ctx context.Context, s *populator.Seen) (err error) {
 	s.Recipe.Reach, err = p.Network.Reach(ctx, s.Claim.Namespace)
 	return err
 }
