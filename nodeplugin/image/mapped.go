@@ -36,9 +36,9 @@ type packed interface {
 	layout
 	// compression names how they are.
 	compression() string
-	// decode fills out from the decompressed bytes of in behind skip; in may be
-	// longer than the compressed data.
-	decode(out, in []byte, skip int64) error
+	// decode fills out, the bytes of s, from the decompressed bytes of in behind
+	// s.skip; in may be longer than the compressed data.
+	decode(s segment, out, in []byte) error
 	// window bytes are held by one decode, beside in and out.
 	window() int64
 }
@@ -184,7 +184,7 @@ func (m *mapped) readRun(ctx context.Context, run []segment, end int64, p []byte
 			copy(out, in)
 			continue
 		}
-		if err := m.packed.decode(out, in, s.skip); err != nil {
+		if err := m.packed.decode(s, out, in); err != nil {
 			return corrupt(m.format, "the compressed data for byte %d, %d bytes at %d, do not decompress: %w", s.start, s.hostLen, s.host, err)
 		}
 	}

@@ -185,7 +185,7 @@ func parseQcow2(b []byte, fileSize int64) (qcow2Header, error) {
 			continue
 		}
 		if off == 0 || off%uint64(cluster) != 0 || off > uint64(fileSize) || table.length > fileSize-int64(off) {
-			return corrupt("the %s has %d bytes at %d of a file of %d bytes with clusters of %d", table.name, table.length, off, fileSize, cluster)
+			return corrupt("the %s has %d bytes at %d of a file of %d bytes with clusters of %d: the file may be cut short, upload it again", table.name, table.length, off, fileSize, cluster)
 		}
 	}
 	h.l1Offset = int64(u64(40))
@@ -434,7 +434,7 @@ func (q *qcow2) honest(ctx context.Context) error {
 
 // decode is packed's. What lies behind the compressed data in in, up to the end
 // of a sector, is another cluster's.
-func (q *qcow2) decode(out, in []byte, skip int64) error {
+func (q *qcow2) decode(s segment, out, in []byte) error {
 	var r io.Reader
 	if q.zstd {
 		d, _ := q.zstds.Get().(*zstd.Decoder)
@@ -461,8 +461,8 @@ func (q *qcow2) decode(out, in []byte, skip int64) error {
 		}
 		r = d
 	}
-	if skip > 0 {
-		if _, err := io.CopyN(io.Discard, r, skip); err != nil {
+	if s.skip > 0 {
+		if _, err := io.CopyN(io.Discard, r, s.skip); err != nil {
 			return unexpected(err)
 		}
 	}
