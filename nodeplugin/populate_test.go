@@ -160,6 +160,13 @@ func (c *counter) Write(p []byte) (int, error) {
 // in each 16 MiB.
 func noise(t testing.TB, seed byte, size int64) string {
 	t.Helper()
+	return specks(t, seed, size, 15)
+}
+
+// specks is noise of which only the first full MiB of each 16 hold data; the
+// others take no room on the disk.
+func specks(t testing.TB, seed byte, size int64, full int64) string {
+	t.Helper()
 	path := filepath.Join(t.TempDir(), fmt.Sprintf("noise-%d", seed))
 	f, err := os.Create(path)
 	if err != nil {
@@ -173,7 +180,7 @@ func noise(t testing.TB, seed byte, size int64) string {
 		if off == 0 {
 			copy(buf[510:], "\x55\xaa") // a boot sector
 		}
-		if off/mib%16 == 15 {
+		if off/mib%16 >= full {
 			continue
 		}
 		if _, err := f.WriteAt(buf[:min(mib, size-off)], off); err != nil {
@@ -880,14 +887,19 @@ func TestForeignJournal(t *testing.T) {
 // The mover's memory, with the page cache that it causes, is bounded whatever
 // the size of the image.
 func TestMemory(t *testing.T) {
-	size := int64(1 << 30)
-	if s := os.Getenv("LONGSHORE_TEST_IMAGE_BYTES"); s != "" { // test-long: 10 GiB
+	size, full := int64(1<<30), int64(15)
+	if s := os.Getenv("LONGSHORE_TEST_IMAGE_BYTES"); s != "" {
 		var err error
 		if size, err = strconv.ParseInt(s, 10, 64); err != nil {
 			t.Fatal(err)
 		}
+	} else if os.Getenv("LONGSHORE_LONG") != "" {
+		size = 10 << 30
 	}
-	raw := noise(t, 13, size)
+	if size > 4<<30 {
+		full = 8 // half of it, so that a disk has room for three
+	}
+	raw := specks(t, 13, size, full)
 	qcow2 := filepath.Join(t.TempDir(), "disk.qcow2")
 	if out, err := exec.Command("qemu-img", "convert", "-f", "raw", "-O", "qcow2", raw, qcow2).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
