@@ -104,7 +104,6 @@ func TestRecognise(t *testing.T) {
 		{"qed", at(4096, 0, "QED\x00"), "", fault.FormatNotSupported, "qed"},
 		{"vmdk", at(4096, 0, "KDMV\x03"), "", fault.FormatNotSupported, "vmdk"},
 		{"vmdk descriptor", []byte("# Disk DescriptorFile\nversion=1\n"), "", fault.FormatNotSupported, "vmdk descriptor"},
-		{"vhdx", at(4096, 0, "vhdxfile"), "", fault.FormatNotSupported, "vhdx"},
 		{"dmg", at(2<<20, 510, "\x55\xaa", 2<<20-512, "koly"), "", fault.FormatNotSupported, "dmg"},
 		{"parallels", at(4096, 0, "WithouFreSpacExt"), "", fault.FormatNotSupported, "parallels"},
 		{"bochs", at(4096, 0, "Bochs Virtual HD Image"), "", fault.FormatNotSupported, "bochs"},
@@ -320,7 +319,7 @@ func TestHostileHeaders(t *testing.T) {
 		{"an L1 table of 2^32-1 entries", func(b []byte) []byte { put32(b, 36, 1<<32-1); return b }, fault.CorruptImage, "4194304 are the most"},
 		{"an L1 table behind the file", func(b []byte) []byte { put64(b, 40, 1<<40); return b }, fault.CorruptImage, "L1 table"},
 		{"an L1 table at 2^64-65536", func(b []byte) []byte { put64(b, 40, 1<<64-65536); return b }, fault.CorruptImage, "L1 table"},
-		{"an L1 table across the end", func(b []byte) []byte { put32(b, 36, 32<<10); return b }, fault.CorruptImage, "L1 table"},
+		{"an L1 table across the end", func(b []byte) []byte { put32(b, 36, 32<<10); return b }, fault.CorruptImage, "cut short, upload it again"},
 		{"an L1 table off the clusters", func(b []byte) []byte { put64(b, 40, 64<<10+8); return b }, fault.CorruptImage, "L1 table"},
 		{"an L1 table at 0", func(b []byte) []byte { put64(b, 40, 0); return b }, fault.CorruptImage, "L1 table"},
 		{"a refcount table behind the file", func(b []byte) []byte { put32(b, 56, 1<<32-1); return b }, fault.CorruptImage, "refcount table"},
@@ -505,7 +504,11 @@ func FuzzOpen(f *testing.F) {
 		f.Add(b)
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
-		for _, b := range []Blob{&blob{b: b}, oneWay{bytes.NewReader(b), -1}, &blob{b: zipped(b)}} {
+		blobs := []Blob{oneWay{bytes.NewReader(b), -1}, oneWay{bytes.NewReader(zipped(b)), -1}}
+		if !bytes.HasPrefix(b, []byte("\x1f\x8b")) { // reading ahead is of no matter here, and of another course each time
+			blobs = append(blobs, &blob{b: b})
+		}
+		for _, b := range blobs {
 			opened, err := Open(t.Context(), b, Options{})
 			if err != nil {
 				if !fault.Of(err).Terminal {
