@@ -20,6 +20,7 @@ const (
 	asGzip                 // a disk inside, read one way
 	asVHD                  // fixed, or blocks in a table
 	asVDI                  // blocks in a table
+	asVHDX                 // blocks in a table, and a log
 )
 
 // format is how bytes are told to be of one kind.
@@ -49,7 +50,7 @@ var containers = []format{
 	{name: "vmdk", magic: "KDMV"},
 	{name: "vmdk", magic: "COWD"},
 	{name: "vmdk descriptor", magic: "# Disk DescriptorFile"},
-	{name: "vhdx", magic: "vhdxfile"},
+	{name: "vhdx", magic: "vhdxfile", opens: asVHDX},
 	{name: "vhd", magic: vhdCookie, opens: asVHD},
 	{name: "vdi", at: 0x40, magic: "\x7f\x10\xda\xbe", opens: asVDI},
 	{name: "parallels", magic: "WithoutFreeSpace"},

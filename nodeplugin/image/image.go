@@ -176,6 +176,8 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 		return openVHD(ctx, b)
 	case asVDI:
 		return openVDI(ctx, b)
+	case asVHDX:
+		return openVHDX(ctx, b)
 	case asGzip:
 		foot, err := last()
 		if err != nil {
@@ -234,7 +236,7 @@ func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened
 		return nil, notThe(o.Format, f.name)
 	}
 	switch f.opens {
-	case asQcow2, asVHD, asVDI:
+	case asQcow2, asVHD, asVDI, asVHDX:
 		return nil, fault.Terminal(fault.SourceNotSupported,
 			fmt.Errorf("a %s image is read in ranges, and this source can only be read from beginning to end: serve it from a server that answers Range requests, or give a raw or raw.gz image", f.name))
 	case asGzip:
