@@ -68,18 +68,16 @@ func debianRules(t testing.TB) string {
 	if _, err := os.Stat(rules); err == nil {
 		return rules
 	}
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	tmp, err := os.MkdirTemp(cache, "tmp-")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer os.RemoveAll(tmp)
+	tmp := t.TempDir()
 	run(t, tmp, "apt-get", append([]string{"-o", "APT::Sandbox::User=root", "-qq", "download"}, packages...)...)
 	run(t, tmp, "sh", "-ec", `mkdir rules; for p in *.deb; do dpkg-deb -x $p tree; done; find tree -path '*/udev/rules.d/*.rules' -exec cp {} rules/ \;`)
+	mine := fmt.Sprintf("%s.%d", rules, os.Getpid())
+	if err := os.CopyFS(mine, os.DirFS(filepath.Join(tmp, "rules"))); err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(mine)
 	// Another process may have been faster.
-	if err := os.Rename(filepath.Join(tmp, "rules"), rules); err != nil && !os.IsExist(err) {
+	if err := os.Rename(mine, rules); err != nil && !os.IsExist(err) {
 		t.Fatal(err)
 	}
 	return rules
