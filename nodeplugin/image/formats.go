@@ -246,6 +246,8 @@ func nature(b []byte) string {
 	}
 	some := text[:min(len(text), 512)]
 	switch {
+	case len(text) == 0:
+		return fmt.Sprintf("its first %d bytes are white space", len(b))
 	case printable(some) && (start[0] == '{' || start[0] == '['):
 		return "it is JSON: " + quote(string(some[:min(len(some), 80)]))
 	case printable(some):

@@ -94,6 +94,7 @@ func TestRecognise(t *testing.T) {
 		{"XML", []byte("<?xml version=\"1.0\"?><Error/>"), "", fault.NotADiskImage, "XML"},
 		{"JSON", []byte(`{"error": "no"}`), "", fault.NotADiskImage, `JSON: "{\"error\": \"no\"}"`},
 		{"text", []byte("not here\n"), "", fault.NotADiskImage, `text: "not here\n"`},
+		{"white space", []byte("\n\t \n"), "", fault.NotADiskImage, "4 bytes are white space"},
 		{"text in gzip", zipped([]byte("not here\n")), "", fault.NotADiskImage, "inside gzip"},
 		{"nothing in gzip", zipped(nil), "", fault.NotADiskImage, "empty"},
 		{"PDF", []byte("%PDF-1.7\n"), "", fault.NotADiskImage, "PDF"},
