@@ -418,13 +418,17 @@ func HostileVHDXs() map[string]func() []byte {
 	logged("zeros around the numbers", nil, with(func(e *VHDXEntry) { e.Updates = []VHDXUpdate{{Offset: 1 << 20, Zeros: -4096}} }))
 	logged("a log that wipes the region tables", nil, with(func(e *VHDXEntry) { e.Updates = []VHDXUpdate{{Offset: VHDXRegions1, Zeros: 128 << 10}} }))
 	logged("a log that wipes the metadata", nil, with(func(e *VHDXEntry) { e.Updates = []VHDXUpdate{{Offset: VHDXMetadata, Zeros: 4096}} }))
-	out["a log of entries in each other"] = func() []byte { // each valid by itself, so that each must be summed
+	out["a log of entries in each other"] = func() []byte { // each valid by itself, and summed again with all before it
 		img := whole()
 		LogVHDX(img, 0)
 		ring := img[VHDXLog:][:1<<20]
 		for at := len(ring) - 4096; at >= 0; at -= 4096 {
-			b := with(func(e *VHDXEntry) { e.Updates, e.Tail = nil, 300 }).bytes()
-			copy(ring[at:], b)
+			// Only the last one has its beginning, and might do.
+			tail := 300
+			if at == len(ring)-4096 {
+				tail = at / 4096
+			}
+			copy(ring[at:], with(func(e *VHDXEntry) { e.Updates, e.Tail = nil, tail }).bytes())
 			le.PutUint32(ring[at+8:], uint32(len(ring)-at))
 			crc32c(ring[at:])
 		}
