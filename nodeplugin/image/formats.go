@@ -21,6 +21,7 @@ const (
 	asVHD                  // fixed, or blocks in a table
 	asVDI                  // blocks in a table
 	asVHDX                 // blocks in a table, and a log
+	asVMDK                 // grain tables
 )
 
 // format is how bytes are told to be of one kind.
@@ -47,8 +48,9 @@ var containers = []format{
 	{name: "qcow2", magic: "QFI\xfb", opens: asQcow2},
 	{name: "gzip", magic: "\x1f\x8b", opens: asGzip},
 	{name: "qed", magic: "QED\x00"},
-	{name: "vmdk", magic: "KDMV"},
-	{name: "vmdk", magic: "COWD"},
+	{name: "vmdk", magic: vmdkMagic, opens: asVMDK},
+	{name: "vmdk (COWD, of ESX)", magic: "COWD"},
+	{name: "vmdk (SESPARSE, of ESX)", magic: "\xbe\xba\xfe\xca\x00\x00\x00\x00"},
 	{name: "vmdk descriptor", magic: "# Disk DescriptorFile"},
 	{name: "vhdx", magic: "vhdxfile", opens: asVHDX},
 	{name: "vhd", magic: vhdCookie, opens: asVHD},
@@ -199,7 +201,7 @@ func recognise(h head) (format, error) {
 		}
 	}
 	return format{}, fault.Terminal(fault.NotADiskImage,
-		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
+		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, vmdk, vhd, vhdx, vdi, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
 }
 
 func (f format) refusal() error {

@@ -57,7 +57,7 @@ func saysRaw(b Blob) bool {
 
 // Info describes an image.
 type Info struct {
-	// Format of the disk: "raw", "iso", "qcow2".
+	// Format of the disk: "raw", "iso", "qcow2", "vmdk", "vhd", "vhdx", "vdi".
 	Format string `json:"format"`
 	// Compression around the image: "gzip", "" for none.
 	Compression string `json:"compression,omitempty"`
@@ -178,6 +178,8 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 		return openVDI(ctx, b)
 	case asVHDX:
 		return openVHDX(ctx, b)
+	case asVMDK:
+		return openVMDK(ctx, b)
 	case asGzip:
 		foot, err := last()
 		if err != nil {
@@ -236,7 +238,7 @@ func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened
 		return nil, notThe(o.Format, f.name)
 	}
 	switch f.opens {
-	case asQcow2, asVHD, asVDI, asVHDX:
+	case asQcow2, asVHD, asVDI, asVHDX, asVMDK:
 		return nil, fault.Terminal(fault.SourceNotSupported,
 			fmt.Errorf("a %s image is read in ranges, and this source can only be read from beginning to end: serve it from a server that answers Range requests, or give a raw or raw.gz image", f.name))
 	case asGzip:

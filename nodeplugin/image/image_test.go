@@ -103,7 +103,6 @@ func TestRecognise(t *testing.T) {
 
 		{"qcow", at(4096, 0, "QFI\xfb\x00\x00\x00\x01"), "", fault.FormatNotSupported, "qcow is"},
 		{"qed", at(4096, 0, "QED\x00"), "", fault.FormatNotSupported, "qed"},
-		{"vmdk", at(4096, 0, "KDMV\x03"), "", fault.FormatNotSupported, "vmdk"},
 		{"vmdk descriptor", []byte("# Disk DescriptorFile\nversion=1\n"), "", fault.FormatNotSupported, "vmdk descriptor"},
 		{"dmg", at(2<<20, 510, "\x55\xaa", 2<<20-512, "koly"), "", fault.FormatNotSupported, "dmg"},
 		{"parallels", at(4096, 0, "WithouFreSpacExt"), "", fault.FormatNotSupported, "parallels"},
