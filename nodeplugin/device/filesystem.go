@@ -8,8 +8,10 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 
+	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 )
 
@@ -326,7 +328,11 @@ func IsMounted(path string) (bool, error) {
 		return false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("look whether %s is mounted: %w", path, err)
+		m, merr := mountOver(path)
+		if merr != nil {
+			return false, fmt.Errorf("look whether %s is mounted: %w: %w", path, err, merr)
+		}
+		return m != nil, nil
 	}
 	if st.Attributes_mask&unix.STATX_ATTR_MOUNT_ROOT == 0 {
 		return false, fmt.Errorf("look whether %s is mounted: the kernel does not tell (Linux 5.8 does)", path)
@@ -337,10 +343,29 @@ func IsMounted(path string) (bool, error) {
 // MountedDevice is the number of the device whose filesystem path lies on.
 func MountedDevice(path string) (uint64, error) {
 	var st unix.Stat_t
-	if err := unix.Stat(path, &st); err != nil {
-		return 0, fmt.Errorf("stat %s: %w", path, err)
+	err := unix.Stat(path, &st)
+	if err == nil {
+		return st.Dev, nil
 	}
-	return st.Dev, nil
+	if m, merr := mountOver(path); merr == nil && m != nil {
+		return unix.Mkdev(uint32(m.Major), uint32(m.Minor)), nil
+	}
+	return 0, fmt.Errorf("stat %s: %w", path, err)
+}
+
+// mountOver is the mount that covers path, nil for none. It does not ask the
+// filesystem there: one that has shut itself down answers nothing any more.
+func mountOver(path string) (*mountinfo.Info, error) {
+	dir, err := filepath.EvalSymlinks(filepath.Dir(path))
+	if err != nil {
+		return nil, err
+	}
+	point := filepath.Join(dir, filepath.Base(path))
+	list, err := mountinfo.GetMounts(func(m *mountinfo.Info) (skip, stop bool) { return m.Mountpoint != point, false })
+	if err != nil || len(list) == 0 {
+		return nil, err
+	}
+	return list[len(list)-1], nil
 }
 
 // Unmount takes away every mount at target; none is success. While something

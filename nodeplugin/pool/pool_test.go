@@ -192,6 +192,46 @@ func TestRestartFindsLoopAndMount(t *testing.T) {
 	}
 }
 
+// XFS shuts itself down when its disk fails; here it is told to.
+func TestFailedFilesystem(t *testing.T) {
+	p := newPool(t, MinBytes)
+	create(t, p, Spec{ID: "a", Bytes: mib})
+	dir, err := os.Open(p.root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const goingDown, noLogFlush = 0x8004587d, 2 // XFS_IOC_GOINGDOWN, linux/xfs_fs.h
+	err = unix.IoctlSetPointerInt(int(dir.Fd()), goingDown, noLogFlush)
+	dir.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	failed := func(deed string, err error) {
+		t.Helper()
+		if !errors.Is(err, ErrUnavailable) || !strings.Contains(err.Error(), p.root) {
+			t.Errorf("%s: got %v, want ErrUnavailable that names %s", deed, err, p.root)
+		}
+	}
+	_, err = p.Stats()
+	failed("stats", err)
+	_, err = p.Create(t.Context(), Spec{ID: "b", Bytes: mib, Mode: Block})
+	failed("create", err)
+	_, err = p.Update("a", func(v *Volume) { v.State = Filling })
+	failed("update", err)
+	failed("delete", p.Delete(t.Context(), "a"))
+	// What is known without the disk is told: volumes must be let go of.
+	if v, err := p.Get("a"); err != nil || v.State != Populated {
+		t.Errorf("get: state %q, %v", v.State, err)
+	}
+	if err := p.Close(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	p = open(t, p.cfg)
+	if _, err := p.Stats(); err != nil {
+		t.Errorf("after the remedy: %v", err)
+	}
+}
+
 func loopsOf(t *testing.T, path string) int {
 	t.Helper()
 	f, err := os.Open(path)

@@ -49,6 +49,9 @@ func (p *Pool) stats() (Stats, error) {
 	if p.uuid == "" {
 		return p.expected()
 	}
+	if err := p.writable(); err != nil {
+		return Stats{}, err
+	}
 	var st unix.Statfs_t
 	if err := unix.Statfs(p.root, &st); err != nil {
 		return Stats{}, fmt.Errorf("pool %s: free space of %s: %w", p.cfg.Name, p.root, err)

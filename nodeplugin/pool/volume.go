@@ -139,11 +139,36 @@ func (p *Pool) ready() error {
 	return nil
 }
 
+// writable is ready, and a look at the filesystem: one that meets an error of its
+// disk shuts itself down or becomes read-only. It is called with mu held.
+func (p *Pool) writable() error {
+	if err := p.ready(); err != nil {
+		return err
+	}
+	f, err := os.Open(filepath.Join(p.root, recordName))
+	if err != nil {
+		return p.sick(err)
+	}
+	defer f.Close()
+	var st unix.Statfs_t
+	if err := unix.Fstatfs(int(f.Fd()), &st); err != nil {
+		return p.sick(err)
+	}
+	if st.Flags&unix.ST_RDONLY != 0 {
+		return p.sick(unix.EROFS)
+	}
+	return nil
+}
+
+func (p *Pool) sick(err error) error {
+	return fmt.Errorf("pool %s: the filesystem at %s has failed, the kernel's log says why: mend its disk, end the pods that use its volumes, and restart the plugin on this node: %w: %w", p.cfg.Name, p.root, err, ErrUnavailable)
+}
+
 // begin takes the id for one change; end gives it back.
 func (p *Pool) begin(id string) (end func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := p.ready(); err != nil {
+	if err := p.writable(); err != nil {
 		return nil, err
 	}
 	if _, ok := p.lost[id]; ok {
@@ -497,7 +522,7 @@ func (p *Pool) Update(id string, fn func(*Volume)) (Volume, error) {
 func (p *Pool) change(id string, fn func(*Volume), room *reservation) (Volume, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if err := p.ready(); err != nil {
+	if err := p.writable(); err != nil {
 		return Volume{}, err
 	}
 	v, ok := p.volumes[id]
