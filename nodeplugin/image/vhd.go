@@ -3,9 +3,12 @@ package image
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"strings"
 	"unicode/utf16"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
@@ -37,7 +40,10 @@ const (
 
 	// Pages of the sectors' bitmaps are small: one lies before each block.
 	vhdBitmapPage  = 4 << 10
-	vhdBitmapPages = 1 << 10
+	vhdBitmapPages = 256
+	// vhdAhead bitmaps at most are read ahead, vhdAtOnce at once.
+	vhdAhead  = 64
+	vhdAtOnce = 16
 )
 
 // vhdFooter is what the reader needs of a hard disk footer.
@@ -267,7 +273,13 @@ type vhd struct {
 
 // walk is layout's. Segments are no longer than a block.
 func (v *vhd) walk(ctx context.Context, off, n int64, each func(segment)) error {
-	for end := off + n; off < end; {
+	for end, ahead := off+n, off; off < end; {
+		if off >= ahead {
+			var err error
+			if ahead, err = v.readAhead(ctx, off, end); err != nil {
+				return err
+			}
+		}
 		next := min(off-off%v.block+v.block, end)
 		entry, err := v.entry(ctx, off/v.block)
 		if err != nil {
@@ -281,6 +293,35 @@ func (v *vhd) walk(ctx context.Context, off, n int64, each func(segment)) error 
 		off = next
 	}
 	return nil
+}
+
+// readAhead has the bitmaps of several blocks of [off, end) in the cache, which
+// would cost a request's time each one after the other. It returns where the
+// first block begins of which the bitmap is not.
+func (v *vhd) readAhead(ctx context.Context, off, end int64) (int64, error) {
+	first, last := off/v.block, (end-1)/v.block
+	last = min(last, first+vhdAhead-1)
+	if first == last {
+		return end, nil
+	}
+	var g errgroup.Group
+	g.SetLimit(vhdAtOnce)
+	for block := first; block <= last; block++ {
+		entry, err := v.entry(ctx, block)
+		if err != nil {
+			return 0, errors.Join(err, g.Wait())
+		}
+		if at := int64(entry) * vhdSector; entry != vhdUnused && at < v.fileSize {
+			g.Go(func() error {
+				_, err := v.bitmaps.at(ctx, at)
+				return err
+			})
+		}
+	}
+	if err := g.Wait(); err != nil {
+		return 0, fmt.Errorf("read the blocks' bitmaps: %w", err)
+	}
+	return (last + 1) * v.block, nil
 }
 
 // entry reads the block allocation table.

@@ -1,11 +1,13 @@
 package image_test
 
 import (
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/longshore-io/longshore/nodeplugin/blockcopy"
 	"github.com/longshore-io/longshore/nodeplugin/image"
@@ -153,5 +155,51 @@ func TestVHDWithOneFooter(t *testing.T) {
 		if w := strings.Join(opened.Info.Warnings, "\n"); !strings.Contains(w, name) {
 			t.Errorf("%s: warnings are %q", name, w)
 		}
+	}
+}
+
+// slow answers no request for a bitmap before so many of them have come; those
+// in the file's first page come with its header.
+type slow struct {
+	counted
+	want, waiting int
+	enough        chan struct{}
+}
+
+func (s *slow) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	if len(p) == 4096 && off > 0 {
+		s.mu.Lock()
+		if s.waiting++; s.waiting == s.want {
+			close(s.enough)
+		}
+		s.mu.Unlock()
+		select {
+		case <-s.enough:
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+	}
+	return s.counted.ReadAtContext(ctx, p, off)
+}
+
+// The bitmaps of blocks are asked for at once, and cost few bytes.
+func TestVHDRequests(t *testing.T) {
+	content := make([]byte, 24<<20)
+	rand.NewChaCha8([32]byte{6}).Read(content)
+	img := images.Made(t, "vhd", "made", images.VHD{Creator: "win ", Block: 2 << 20}.Bytes(content), content)
+	file := &slow{counted: counted{Ranged: blobOf(t, img.Path).(image.Ranged)}, want: 11, enough: make(chan struct{})}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute) // if the requests never come
+	defer cancel()
+	opened, err := image.Open(ctx, file, image.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dst := newTarget(t, int64(len(content)), true)
+	if err := blockcopy.Copy(ctx, dst, opened.Disk, blockcopy.Options{KnownZero: true}); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d requests, %d bytes", file.requests, file.bytes)
+	if most := int64(len(content))*102/100 + 200<<10; file.bytes > most || file.requests > 3*24 {
+		t.Errorf("%d requests for %d bytes of a disk of %d, want at most %d for %d", file.requests, file.bytes, len(content), 3*24, most)
 	}
 }

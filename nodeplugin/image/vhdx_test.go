@@ -6,6 +6,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 
 	"github.com/longshore-io/longshore/nodeplugin/fault"
@@ -173,11 +174,34 @@ func FuzzVHDX(f *testing.F) {
 	f.Add(word(images.VHDXHeader1, 72, "\x00\x00\x20\x00\x00\x00\x00\x00"), true, true)
 	f.Add(word(images.VHDXLog, 56, "\x00\x00\x00\x00\x00\x40\x00\x00"), true, true)
 	f.Add(word(images.VHDXLog, 64, "zero\x00\x00\x00\x00"), true, true)
-	f.Fuzz(func(t *testing.T, patches []byte, log, sums bool) {
-		b := bytes.Clone(clean)
-		if log {
-			b = bytes.Clone(dirty)
+	for _, hostile := range images.HostileVHDXs() {
+		b := hostile()
+		var seed []byte
+		for i, part := range parts {
+			for at := 0; at < 2048 && part+at+8 <= len(b); at += 8 {
+				if now := b[part+at:][:8]; !bytes.Equal(now, clean[part+at:][:8]) {
+					seed = append(append(seed, byte(i), byte(at/8)), now...)
+				}
+			}
 		}
+		f.Add(seed, false, true)
+	}
+	pools := map[bool]*sync.Pool{
+		false: {New: func() any { return new(bytes.Clone(clean)) }},
+		true:  {New: func() any { return new(bytes.Clone(dirty)) }},
+	}
+	f.Fuzz(func(t *testing.T, patches []byte, log, sums bool) {
+		spoiled := pools[log].Get().(*[]byte)
+		b, base := *spoiled, clean
+		if log {
+			base = dirty
+		}
+		defer func() { // as it was, but for what is never touched
+			for _, at := range parts {
+				copy(b[at:at+64<<10], base[at:])
+			}
+			pools[log].Put(spoiled)
+		}()
 		for ; len(patches) >= 10; patches = patches[10:] {
 			copy(b[parts[int(patches[0])%len(parts)]+int(patches[1])*8:], patches[2:10])
 		}
