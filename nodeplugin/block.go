@@ -83,6 +83,14 @@ func (s *Stager) drop(id string) {
 	}
 }
 
+// tellCached leaves a trace of a volume whose data go through the host's page
+// cache, which takes memory of the node and makes writes slower.
+func (s *Stager) tellCached(v pool.Volume, l *device.Loop) {
+	if !l.DirectIO() {
+		s.log.Info("the kernel refuses direct I/O: the volume goes through the page cache", "volume", v.ID, "device", l.Path(), "copyOf", v.From)
+	}
+}
+
 func (s *Stager) stageBlock(ctx context.Context, v pool.Volume, path string, u csi.Use) error {
 	file, err := open(v, u.ReadOnly)
 	if err != nil {
@@ -93,6 +101,7 @@ func (s *Stager) stageBlock(ctx context.Context, v pool.Volume, path string, u c
 	if err != nil {
 		return err
 	}
+	s.tellCached(v, l)
 	err = os.MkdirAll(path, 0o750)
 	if err == nil {
 		err = showDevice(l, filepath.Join(path, deviceName))

@@ -23,6 +23,7 @@ func (s *Stager) stageFilesystem(ctx context.Context, p *pool.Pool, v pool.Volum
 	if err != nil {
 		return err
 	}
+	s.tellCached(v, l)
 	if !made {
 		at, err := mountsOf(l)
 		if err != nil {
