@@ -80,7 +80,7 @@ machine: servers ## the tests that need the whole machine: cluster, user stories
 test-long: deps servers ## long fuzzing, large images, kills over and over: what make test has no time for (FUZZTIME=5m, TIMES=5)
 	@grep -rl --include='*_test.go' '^func Fuzz' . | while read -r file; do \
 		sed -n 's/^func \(Fuzz[A-Za-z0-9]*\)(.*/\1/p' "$$file" | while read -r name; do \
-			go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) "$$(dirname "$$file")" || exit; \
+			go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 1x "$$(dirname "$$file")" || exit; \
 		done || exit; \
 	done
 	@LONGSHORE_TEST_IMAGE_BYTES=10737418240 go test -count 1 -timeout 1h -run '^TestMemory$$' ./nodeplugin
