@@ -14,14 +14,16 @@ import (
 type opening int
 
 const (
-	refuse  opening = iota // no reader for it
-	asRaw                  // the bytes are the disk
-	asQcow2                // cluster tables
-	asGzip                 // a disk inside, read one way
-	asVHD                  // fixed, or blocks in a table
-	asVDI                  // blocks in a table
-	asVHDX                 // blocks in a table, and a log
-	asVMDK                 // grain tables
+	refuse     opening = iota // no reader for it
+	asRaw                     // the bytes are the disk
+	asQcow2                   // cluster tables
+	asGzip                    // a disk inside, read one way
+	asVHD                     // fixed, or blocks in a table
+	asVDI                     // blocks in a table
+	asVHDX                    // blocks in a table, and a log
+	asVMDK                    // grain tables
+	asVMDKText                // tells which files a vmdk disk is in
+	asTar                     // disks inside
 )
 
 // format is how bytes are told to be of one kind.
@@ -51,7 +53,7 @@ var containers = []format{
 	{name: "vmdk", magic: vmdkMagic, opens: asVMDK},
 	{name: "vmdk (COWD, of ESX)", magic: "COWD"},
 	{name: "vmdk (SESPARSE, of ESX)", magic: "\xbe\xba\xfe\xca\x00\x00\x00\x00"},
-	{name: "vmdk descriptor", magic: "# Disk DescriptorFile"},
+	{name: "vmdk descriptor", magic: vmdkDescriptorMagic, opens: asVMDKText},
 	{name: "vhdx", magic: "vhdxfile", opens: asVHDX},
 	{name: "vhd", magic: vhdCookie, opens: asVHD},
 	{name: "vdi", at: 0x40, magic: "\x7f\x10\xda\xbe", opens: asVDI},
@@ -73,7 +75,7 @@ var containers = []format{
 	{name: "7z", magic: "7z\xbc\xaf\x27\x1c"},
 	{name: "rar", magic: "Rar!\x1a\x07"},
 	{name: "cpio", magic: "07070"},
-	{name: "tar", at: 257, magic: "ustar"},
+	{name: "tar", at: 257, magic: "ustar", opens: asTar},
 }
 
 // footers are formats that are told from the last 512 bytes: their first bytes
@@ -201,7 +203,7 @@ func recognise(h head) (format, error) {
 		}
 	}
 	return format{}, fault.Terminal(fault.NotADiskImage,
-		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, vmdk, vhd, vhdx, vdi, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
+		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, vmdk, vhd, vhdx, vdi, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip, and a tar or OVA with one of them inside; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
 }
 
 func (f format) refusal() error {

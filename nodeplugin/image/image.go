@@ -41,9 +41,12 @@ type OneWay interface {
 
 // Options are what the caller knows about the image.
 type Options struct {
-	// Format is "raw" or "qcow2" where somebody names it; "" recognises it from the
+	// Format is the name of one, as "raw" or "qcow2", where somebody knows it; "" recognises it from the
 	// bytes. Bytes that say otherwise are refused, unless the blob itself says raw.
 	Format string
+	// Disk of a bundle (tar, OVA) by its file's name, its id in the OVA's
+	// description or its number from 1; "" for the only one.
+	Disk string
 }
 
 // knowing is a Blob whose source knows what it serves: the disk of a hypervisor,
@@ -61,6 +64,9 @@ type Info struct {
 	Format string `json:"format"`
 	// Compression around the image: "gzip", "" for none.
 	Compression string `json:"compression,omitempty"`
+	// Bundle that the image is in: "ova", "tar", "" for none; Disk is its file's name there.
+	Bundle string `json:"bundle,omitempty"`
+	Disk   string `json:"disk,omitempty"`
 	// ClusterCompression of the clusters or grains that are compressed, "zlib" or
 	// "zstd", "" for none; see Measure.
 	ClusterCompression string `json:"clusterCompression,omitempty"`
@@ -96,6 +102,9 @@ type Opened struct {
 	// Stream is the disk's bytes from the first to the last, where the image
 	// can only be read one way. Its reads end with the context of Open.
 	Stream io.ReadCloser
+	// Digests are what a bundle's manifest says of the files that the disk is in:
+	// whoever reads all of their bytes can compare them.
+	Digests []Digest
 }
 
 // Close ends the stream, if there is one; the blob stays the caller's.
@@ -132,14 +141,32 @@ func (o *Opened) Measure(ctx context.Context) (Info, error) {
 //
 // Everything that can be refused is refused here, from headers: nothing of the
 // disk has been read yet, save the first bytes of a stream.
-func Open(ctx context.Context, blob Blob, o Options) (*Opened, error) {
+func Open(ctx context.Context, blob Blob, o Options) (opened *Opened, err error) {
 	switch b := blob.(type) {
 	case Ranged:
-		return openRanged(ctx, b, o)
+		opened, err = openRanged(ctx, b, o)
 	case OneWay:
-		return openOneWay(ctx, b, o)
+		opened, err = openOneWay(ctx, b, o)
+	default:
+		err = fault.Terminal(fault.SourceNotSupported, fmt.Errorf("a source of type %T can be read neither in ranges nor one way", blob))
 	}
-	return nil, fault.Terminal(fault.SourceNotSupported, fmt.Errorf("a source of type %T can be read neither in ranges nor one way", blob))
+	if err == nil && o.Disk != "" && opened.Info.Bundle == "" {
+		opened.Close()
+		return nil, fault.Terminal(fault.InvalidSource, fmt.Errorf("disk %s is chosen, and the image is one disk and no bundle of several: leave the choice out", quote(o.Disk)))
+	}
+	return opened, err
+}
+
+// headOf reads the beginning and the end of b when they are asked for.
+func headOf(ctx context.Context, b Ranged) head {
+	return head{
+		first: func(p []byte) (int, error) { return readUpTo(ctx, b, p, 0) },
+		last: func() ([]byte, error) {
+			p := make([]byte, min(b.Size(), footBytes))
+			_, err := readUpTo(ctx, b, p, b.Size()-int64(len(p)))
+			return p, err
+		},
+	}
 }
 
 // openRanged opens a blob that can be read anywhere.
@@ -150,12 +177,7 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 	if saysRaw(b) {
 		return openRaw(b, "raw"), nil
 	}
-	last := func() ([]byte, error) {
-		p := make([]byte, min(b.Size(), footBytes))
-		_, err := readUpTo(ctx, b, p, b.Size()-int64(len(p)))
-		return p, err
-	}
-	h := head{first: func(p []byte) (int, error) { return readUpTo(ctx, b, p, 0) }, last: last}
+	h := headOf(ctx, b)
 	if o.Format == "raw" {
 		if err := checkRaw(h); err != nil {
 			return nil, err
@@ -166,7 +188,7 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	if o.Format != "" && o.Format != f.name {
+	if o.Format != "" && o.Format != f.name && f.opens != asTar {
 		return nil, notThe(o.Format, f.name)
 	}
 	switch f.opens {
@@ -180,8 +202,12 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 		return openVHDX(ctx, b)
 	case asVMDK:
 		return openVMDK(ctx, b)
+	case asVMDKText:
+		return openVMDKText(ctx, b)
+	case asTar:
+		return openTar(ctx, b, o)
 	case asGzip:
-		foot, err := last()
+		foot, err := h.last()
 		if err != nil {
 			return nil, fmt.Errorf("read the last bytes of the image: %w", err)
 		}
@@ -238,7 +264,7 @@ func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened
 		return nil, notThe(o.Format, f.name)
 	}
 	switch f.opens {
-	case asQcow2, asVHD, asVDI, asVHDX, asVMDK:
+	case asQcow2, asVHD, asVDI, asVHDX, asVMDK, asVMDKText, asTar:
 		return nil, fault.Terminal(fault.SourceNotSupported,
 			fmt.Errorf("a %s image is read in ranges, and this source can only be read from beginning to end: serve it from a server that answers Range requests, or give a raw or raw.gz image", f.name))
 	case asGzip:

@@ -13,6 +13,7 @@ import (
 const (
 	vmdkDescriptorMagic = "# Disk DescriptorFile"
 	vmdkNoParent        = "ffffffff"
+	vmdkUnclean         = "the vmdk image was not closed cleanly: its data are read as they are"
 	// vmdkDescriptorVersion is the last that is known to mean nothing else for a
 	// disk without a parent.
 	vmdkDescriptorVersion = 4
@@ -164,7 +165,7 @@ func (d vmdkDescriptor) inside(h vmdkHeader) (warnings []string, err error) {
 		warnings = append(warnings, fmt.Sprintf("the vmdk image has a disk of %d bytes by its header, which is taken, and of %d by its descriptor", h.size, e.length))
 	}
 	if h.unclean {
-		warnings = append(warnings, "the vmdk image was not closed cleanly: its data are read as they are")
+		warnings = append(warnings, vmdkUnclean)
 	}
 	return warnings, nil
 }

@@ -1,0 +1,173 @@
+package image
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/longshore-io/longshore/nodeplugin/fault"
+)
+
+// tarMaxMembers are enough for a disk of 8 TiB in files of 2 GiB.
+const tarMaxMembers = 4096
+
+// member is a file in a tar.
+type member struct {
+	name string // without "./" before it
+	at   span   // its bytes, in the tar
+}
+
+// readTar lists the files of a tar from its headers. Whatever could be read
+// otherwise by another program is refused: the names of members and their
+// lengths mean one thing, and their bytes lie in one piece.
+func readTar(ctx context.Context, blob Ranged) ([]member, error) {
+	src := &tarSource{ctx: ctx, pages: newPageCache(blob), size: blob.Size()}
+	r := tar.NewReader(src)
+	var members []member
+	seen := map[string]bool{}
+	for {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return members, nil
+		}
+		if src.err != nil {
+			return nil, fmt.Errorf("read the tar's headers: %w", src.err)
+		}
+		if err != nil {
+			return nil, corruptTar("its header before byte %d: %w: it is cut short or damaged, upload it again", src.off, err)
+		}
+		// Where the name is anything, what else there is does not matter.
+		name := strings.TrimPrefix(h.Name, "./")
+		if h.Typeflag != tar.TypeXGlobalHeader && !local(name) && (h.Typeflag != tar.TypeDir || name != "") {
+			return nil, corruptTar("its member %s points out of it, or its name is no text", quote(h.Name))
+		}
+		if err := plainMember(h); err != nil {
+			return nil, err
+		}
+		if h.Typeflag == tar.TypeDir || h.Typeflag == tar.TypeXGlobalHeader {
+			continue
+		}
+		if h.Size > src.size-src.off {
+			return nil, corruptTar("its member %s has %d bytes at %d of a file of %d bytes: the file is cut short, upload it again", quote(name), h.Size, src.off, src.size)
+		}
+		if err := src.honest(h); err != nil {
+			return nil, err
+		}
+		name = path.Clean(name)
+		if seen[name] {
+			return nil, corruptTar("it has the member %s twice", quote(name))
+		}
+		seen[name] = true
+		if members = append(members, member{name: name, at: span{src.off, h.Size}}); len(members) > tarMaxMembers {
+			return nil, fault.Terminal(fault.FormatNotSupported, fmt.Errorf("a tar of more than %d files is not supported: give the disk alone", tarMaxMembers))
+		}
+	}
+}
+
+// local says whether a name stays in the folder that it is read in, for
+// everybody, and can be shown to anybody.
+func local(name string) bool {
+	return filepath.IsLocal(name) && utf8.ValidString(name) && !strings.Contains(name, `\`) && !strings.ContainsFunc(name, unicode.IsControl)
+}
+
+// plainMember refuses what is no file whose bytes lie in one piece.
+func plainMember(h *tar.Header) error {
+	for key := range h.PAXRecords {
+		sparse := strings.HasPrefix(key, "GNU.sparse.") || key == "SCHILY.realsize"
+		if sparse || h.Typeflag == tar.TypeXGlobalHeader && (key == "size" || key == "path") {
+			return fault.Terminal(fault.FormatNotSupported,
+				fmt.Errorf("the tar's member %s is sparse or described by %s, which is not supported: pack it without --sparse", quote(h.Name), quote(key)))
+		}
+	}
+	switch h.Typeflag {
+	case tar.TypeReg, tar.TypeDir, tar.TypeXGlobalHeader:
+		return nil
+	case tar.TypeGNUSparse:
+		return fault.Terminal(fault.FormatNotSupported, fmt.Errorf("the tar's member %s is sparse, which is not supported: pack it without --sparse", quote(h.Name)))
+	}
+	return fault.Terminal(fault.FormatNotSupported, fmt.Errorf("the tar's member %s is neither a file nor a folder (type %q): give a tar of files only", quote(h.Name), h.Typeflag))
+}
+
+// tarSource reads a blob from its beginning, and seeks.
+type tarSource struct {
+	ctx   context.Context //nolint:containedctx // lives as long as the call of readTar
+	pages *pageCache
+	size  int64
+	off   int64
+	err   error // of the blob
+}
+
+func (s *tarSource) Read(p []byte) (int, error) {
+	if s.off >= s.size || len(p) == 0 {
+		return 0, io.EOF
+	}
+	b, err := s.pages.at(s.ctx, s.off)
+	if err != nil {
+		s.err = err
+		return 0, err
+	}
+	n := copy(p, b)
+	s.off += int64(n)
+	return n, nil
+}
+
+// Seek goes forwards from here: more is not asked of it.
+func (s *tarSource) Seek(off int64, whence int) (int64, error) {
+	if whence != io.SeekCurrent || off < 0 || off > s.size-s.off {
+		return 0, errors.New("the tar ends before its member does")
+	}
+	s.off += off
+	return s.off, nil
+}
+
+// honest compares the length of a member with the one in the header right before
+// its bytes. An extended header may tell another, and does so where that one has
+// no room for it; else one of the two is a lie, and programs differ in which
+// they believe.
+func (s *tarSource) honest(h *tar.Header) error {
+	if _, ok := h.PAXRecords["size"]; !ok {
+		return nil
+	}
+	const field, length = 124, 12 // of "ustar Interchange Format" in POSIX's pax
+	b, err := s.pages.at(s.ctx, s.off-512)
+	if err != nil {
+		return fmt.Errorf("read the tar's headers: %w", err)
+	}
+	text := strings.Trim(string(b[field:field+length]), " \x00")
+	size, err := strconv.ParseInt("0"+text, 8, 64)
+	const most = 1<<33 - 1 // that it has room for
+	if err != nil || size != 0 && size != h.Size && h.Size <= most || size != 0 && size != most && h.Size > most {
+		return corruptTar("its member %s has %d bytes by its extended header and %s by its header", quote(h.Name), h.Size, quote(text))
+	}
+	return nil
+}
+
+func corruptTar(format string, args ...any) error { return corrupt("tar", format, args...) }
+
+// section is a part of a blob.
+type section struct {
+	blob Ranged
+	at   span
+}
+
+func (s section) Size() int64 { return s.at.length }
+
+func (s section) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	if off < 0 || off > s.at.length {
+		return 0, fmt.Errorf("read at %d of %d bytes", off, s.at.length)
+	}
+	want := min(int64(len(p)), s.at.length-off)
+	n, err := s.blob.ReadAtContext(ctx, p[:want], s.at.at+off)
+	if err == nil && n < len(p) {
+		err = io.EOF
+	}
+	return n, err
+}
