@@ -258,6 +258,7 @@ func HostileTars() map[string][]byte {
 	out["several: a file that is not there"] = several("monolithicFlat", `RW 2048 FLAT "other-flat.vmdk" 0`)
 	out["several: an absolute path"] = several("monolithicFlat", `RW 2048 FLAT "/dev/sda" 0`)
 	out["several: a relative path"] = several("monolithicFlat", `RW 2048 FLAT "../disk-flat.vmdk" 0`)
+	out["several: a path to another folder of the tar"] = Tar(file("a/disk.vmdk", Descriptor("monolithicFlat", `RW 2048 FLAT "../disk-flat.vmdk" 0`)), TarMember{Name: "disk-flat.vmdk", Body: make([]byte, 1<<20)})
 	out["several: more than the file"] = several("monolithicFlat", `RW 2049 FLAT "disk-flat.vmdk" 0`)
 	out["several: more than the file, from an offset"] = several("monolithicFlat", `RW 2048 FLAT "disk-flat.vmdk" 1`)
 	out["several: an offset of 2^53"] = several("monolithicFlat", `RW 2048 FLAT "disk-flat.vmdk" 9007199254740992`)
