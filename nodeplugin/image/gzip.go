@@ -30,8 +30,7 @@ func openGzip(src io.ReadCloser) (_ *Opened, err error) {
 		return nil, fmt.Errorf("inside gzip: %w", err)
 	}
 	if f.opens != asRaw {
-		return nil, fault.Terminal(fault.FormatNotSupported,
-			fmt.Errorf("a %s image inside gzip is not supported: decompress it first (gzip -d), %s", f.name, "or give a raw disk in gzip"))
+		return openForward(both{r, src}, f, "gzip")
 	}
 	return &Opened{
 		Info:   Info{Format: f.name, Compression: "gzip", VirtualSize: -1, AllocatedBytes: -1},

@@ -265,8 +265,7 @@ func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened
 	}
 	switch f.opens {
 	case asQcow2, asVHD, asVDI, asVHDX, asVMDK, asVMDKText, asTar:
-		return nil, fault.Terminal(fault.SourceNotSupported,
-			fmt.Errorf("a %s image is read in ranges, and this source can only be read from beginning to end: serve it from a server that answers Range requests, or give a raw or raw.gz image", f.name))
+		return openForward(both{r, stream}, f, "")
 	case asGzip:
 		return openGzip(both{r, stream})
 	}
