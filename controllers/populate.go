@@ -320,6 +320,9 @@ func (p *Populate) populate(ctx context.Context, s *populator.Seen) error {
 func (p *Populate) resolve(ctx context.Context, s *populator.Seen) error {
 	needs := populator.NeedsOf(s.Record.Spec.Import.Source)
 	m := populator.Material{Secrets: map[string]map[string][]byte{}, ConfigMaps: map[string]map[string][]byte{}}
+	if s.Source != nil {
+		m.Source = s.Source.Spec.Source
+	}
 	for _, name := range needs.Secrets {
 		secret := &corev1.Secret{}
 		err := p.Live.Get(ctx, client.ObjectKey{Namespace: s.Claim.Namespace, Name: name}, secret)

@@ -2,6 +2,7 @@ package populator
 
 import (
 	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -48,17 +49,36 @@ func NeedOf(claim *corev1.PersistentVolumeClaim, class *Class) int64 {
 }
 
 // ImportOf is what a record keeps of a source: all that a transfer needs when
-// the source itself is gone.
+// the source is gone, save what may be a password. Whoever reads a NodeVolume need
+// not have the right to read the source.
 func ImportOf(source *cdiv1.VolumeImportSource, mode v1alpha1.PopulateMode) *v1alpha1.Import {
+	from := source.Spec.Source.DeepCopy()
+	if from != nil && from.HTTP != nil {
+		from.HTTP.URL, from.HTTP.ExtraHeaders = withoutUser(from.HTTP.URL), nil
+	}
 	return &v1alpha1.Import{
 		Mode:          mode,
 		SourceName:    source.Name,
 		SourceUID:     source.UID,
-		Source:        source.Spec.Source.DeepCopy(),
+		Source:        from,
 		ContentType:   source.Spec.ContentType,
 		Preallocation: source.Spec.Preallocation != nil && *source.Spec.Preallocation,
 		Format:        source.Annotations[AnnotationImageFormat],
 	}
+}
+
+// withoutUser is a URL without the user and password that may be in it, and
+// otherwise letter for letter.
+func withoutUser(url string) string {
+	scheme, rest, ok := strings.Cut(url, "://")
+	if !ok {
+		return url
+	}
+	end := strings.IndexAny(rest, "/?#")
+	if end < 0 {
+		end = len(rest)
+	}
+	return scheme + "://" + rest[strings.LastIndex(rest[:end], "@")+1:]
 }
 
 // Record is the NodeVolume of a claim on a node.

@@ -174,6 +174,9 @@ func (n Needs) names() []string {
 // Material is what the objects of Needs hold, by name and key; an object that
 // does not exist is absent.
 type Material struct {
+	// Source is that of the VolumeImportSource as it is now, nil where that is gone:
+	// what may be a password there is in no record.
+	Source     *cdiv1.ImportSourceType
 	Secrets    map[string]map[string][]byte
 	ConfigMaps map[string]map[string][]byte
 }
@@ -271,7 +274,10 @@ func digest(key []byte, parts ...string) string {
 }
 
 func httpOf(h *cdiv1.DataVolumeSourceHTTP, m Material) (*httpParams, *Problem) {
-	p := &httpParams{URL: h.URL, Headers: h.ExtraHeaders, InsecureSkipVerify: h.InsecureSkipVerify != nil && *h.InsecureSkipVerify}
+	p := &httpParams{URL: h.URL, InsecureSkipVerify: h.InsecureSkipVerify != nil && *h.InsecureSkipVerify}
+	if m.Source != nil && m.Source.HTTP != nil && withoutUser(m.Source.HTTP.URL) == h.URL {
+		p.URL, p.Headers = m.Source.HTTP.URL, m.Source.HTTP.ExtraHeaders
+	}
 	if h.SecretRef != "" {
 		secret, ok := m.Secrets[h.SecretRef]
 		if !ok {

@@ -150,15 +150,22 @@ func importOf(spec cdiv1.VolumeImportSourceSpec) *v1alpha1.Import {
 	return &v1alpha1.Import{Source: spec.Source}
 }
 
-// The parameters are those that the node's http source reads, field for field.
+// The parameters are those that the node's http source reads, field for field. What of
+// the source may be a password is in them, and not in the record.
 func TestRecipeOfHTTP(t *testing.T) {
 	insecure := true
 	ca := certificate(t)
-	i := importOf(http(func(h *cdiv1.DataVolumeSourceHTTP) {
+	source := &cdiv1.VolumeImportSource{Spec: http(func(h *cdiv1.DataVolumeSourceHTTP) {
+		h.URL = "https://me:a%20@word@example.com/di@sk"
 		h.SecretRef, h.SecretExtraHeaders, h.CertConfigMap = "login", []string{"h1", "login2"}, "ca"
 		h.ExtraHeaders, h.InsecureSkipVerify = []string{"A: 1"}, &insecure
-	}))
+	})}
+	i := ImportOf(source, v1alpha1.PopulateBind)
+	if h := i.Source.HTTP; h.URL != "https://example.com/di@sk" || h.ExtraHeaders != nil {
+		t.Errorf("the record has the URL %s and the headers %s", h.URL, h.ExtraHeaders)
+	}
 	m := Material{
+		Source: source.Spec.Source,
 		Secrets: map[string]map[string][]byte{
 			"login":  {"accessKeyId": []byte("user"), "secretKey": []byte("sesame")},
 			"h1":     {"b": []byte("B: 2\n\nC: 3\r\n"), "a": []byte("D: 4")},
@@ -176,7 +183,7 @@ func TestRecipeOfHTTP(t *testing.T) {
 	if err := d.Decode(&p); err != nil {
 		t.Fatalf("the http source does not read %v", err)
 	}
-	if p.URL != "https://example.com/disk" || p.User != "user" || p.Password.Reveal() != "sesame" || !p.InsecureSkipVerify || p.CABundle != ca+ca {
+	if p.URL != source.Spec.Source.HTTP.URL || p.User != "user" || p.Password.Reveal() != "sesame" || !p.InsecureSkipVerify || p.CABundle != ca+ca {
 		t.Errorf("params are %+v", p)
 	}
 	var secret []string
@@ -185,6 +192,15 @@ func TestRecipeOfHTTP(t *testing.T) {
 	}
 	if got := fmt.Sprint(p.Headers, secret); got != "[A: 1] [D: 4 B: 2 C: 3 E: 5]" {
 		t.Errorf("headers are %s", got)
+	}
+	m.Source = nil
+	if r, problem = RecipeOf(i, m, "", []byte("key")); problem != nil || json.Unmarshal(r.Params, &p) != nil || p.URL != i.Source.HTTP.URL {
+		t.Errorf("without the source: %v, %+v, %s", problem, p, r)
+	}
+	elsewhere := http(func(h *cdiv1.DataVolumeSourceHTTP) { h.URL = "https://me:hush@example.org/disk" })
+	m.Source = elsewhere.Source
+	if r, problem = RecipeOf(i, m, "", []byte("key")); problem != nil || strings.Contains(string(r.Params), "hush") {
+		t.Errorf("another host's password: %v, %s", problem, r.Params)
 	}
 	for _, text := range []string{fmt.Sprint(*r), fmt.Sprintf("%v", r), fmt.Sprintf("%#v", *r), fmt.Sprintf("%+v", r)} {
 		if strings.Contains(text, "sesame") {
