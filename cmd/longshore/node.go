@@ -82,7 +82,7 @@ the controller, and moves the bytes.`,
 	f.StringVar(&c.metricsAddress, "metrics-address", ":8080", "address of /metrics, /healthz and /readyz")
 	f.StringVar(&c.caDir, "ca-dir", "/etc/longshore/ca", "folder of ca.crt, which the controller publishes; it may appear later")
 	f.IntVar(&c.slots, "slots", nodeplugin.DefaultSlots, "transfers at the same time")
-	f.Int64Var(&c.moverMemoryBytes, "mover-memory-bytes", 128<<20, "memory that one transfer may use, in bytes")
+	f.Int64Var(&c.moverMemoryBytes, "mover-memory-bytes", mover.DefaultMemoryBytes, "memory that one transfer may use, in bytes")
 	f.StringArrayVar(&c.fetchAllow, "fetch-allow", nil, "address or CIDR that may be fetched from although it would be refused (repeatable)")
 	f.StringArrayVar(&c.fetchDeny, "fetch-deny", nil, "address or CIDR that is never fetched from (repeatable)")
 	f.StringVar(&c.logLevel, "log-level", "info", "debug, info, warn or error")

@@ -37,6 +37,15 @@ type Grained interface {
 	Grain() int64
 }
 
+// Striped is a Source that is read best in strips, each from its beginning to its
+// end by one reader: parts that are compressed each on its own.
+type Striped interface {
+	// Strip returns the end of the strip that off lies in.
+	Strip(off int64) int64
+	// Readers is how many strips may be read at once.
+	Readers() int
+}
+
 // Target is the disk that is written; its methods are called from several
 // goroutines at once, never for the same bytes.
 type Target interface {
@@ -109,7 +118,10 @@ func Copy(ctx context.Context, dst Target, src Source, o Options) error {
 		grain = max(grain, g.Grain())
 	}
 	c := newCopier(dst, o, grain)
-	plan := make(chan task)
+	if st, ok := src.(Striped); ok {
+		c.workers = max(1, min(c.workers, st.Readers()))
+	}
+	plan := make(chan []task)
 	g, run := errgroup.WithContext(ctx)
 	g.Go(func() error {
 		defer close(plan)
@@ -118,9 +130,14 @@ func Copy(ctx context.Context, dst Target, src Source, o Options) error {
 	for range c.workers {
 		g.Go(func() error {
 			buf := aligned(c.chunk, dst.Align())
-			for t := range plan {
-				if err := c.move(run, src, t, buf); err != nil {
-					return err
+			for tasks := range plan {
+				for _, t := range tasks {
+					if err := run.Err(); err != nil {
+						return err
+					}
+					if err := c.move(run, src, t, buf); err != nil {
+						return err
+					}
 				}
 			}
 			return run.Err()
@@ -138,15 +155,39 @@ type task struct {
 	data extent.Range // the part to read, Length 0 for none
 }
 
-// plan sends the tasks of src in order of offset.
-func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- task) error {
-	send := func(t task) error {
+// stripTasks of one strip at most are in one hand.
+const stripTasks = 4096
+
+// plan sends the tasks of src in order of offset, those of one strip together.
+func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []task) error {
+	var strip []task
+	stripEnd := int64(0)
+	striped, _ := src.(Striped)
+	hand := func() error {
+		tasks := strip
+		if strip = nil; len(tasks) == 0 {
+			return nil
+		}
 		select {
-		case out <- t:
+		case out <- tasks:
 			return nil
 		case <-ctx.Done():
 			return ctx.Err()
 		}
+	}
+	send := func(t task) error {
+		if striped == nil {
+			strip = []task{t}
+			return hand()
+		}
+		if t.Start >= stripEnd || len(strip) == stripTasks {
+			if err := hand(); err != nil {
+				return err
+			}
+			stripEnd = striped.Strip(t.Start)
+		}
+		strip = append(strip, t)
+		return nil
 	}
 	var zeros extent.Range // not sent yet, so that many small ones become one
 	flush := func() error {
@@ -190,7 +231,10 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- ta
 			}
 		}
 	}
-	return flush()
+	if err := flush(); err != nil {
+		return err
+	}
+	return hand()
 }
 
 // outer widens ranges to whole blocks, up to end, so that every write is

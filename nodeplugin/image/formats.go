@@ -14,16 +14,16 @@ import (
 type opening int
 
 const (
-	refuse     opening = iota // no reader for it
-	asRaw                     // the bytes are the disk
-	asQcow2                   // cluster tables
-	asGzip                    // a disk inside, read one way
-	asVHD                     // fixed, or blocks in a table
-	asVDI                     // blocks in a table
-	asVHDX                    // blocks in a table, and a log
-	asVMDK                    // grain tables
-	asVMDKText                // tells which files a vmdk disk is in
-	asTar                     // disks inside
+	refuse       opening = iota // no reader for it
+	asRaw                       // the bytes are the disk
+	asQcow2                     // cluster tables
+	asCompressed                // an image inside, see compressions
+	asVHD                       // fixed, or blocks in a table
+	asVDI                       // blocks in a table
+	asVHDX                      // blocks in a table, and a log
+	asVMDK                      // grain tables
+	asVMDKText                  // tells which files a vmdk disk is in
+	asTar                       // disks inside
 )
 
 // format is how bytes are told to be of one kind.
@@ -48,7 +48,7 @@ const (
 var containers = []format{
 	{name: "qcow", magic: "QFI\xfb", is: version(1)},
 	{name: "qcow2", magic: "QFI\xfb", opens: asQcow2},
-	{name: "gzip", magic: "\x1f\x8b", opens: asGzip},
+	{name: "gzip", magic: "\x1f\x8b", opens: asCompressed},
 	{name: "qed", magic: "QED\x00"},
 	{name: "vmdk", magic: vmdkMagic, opens: asVMDK},
 	{name: "vmdk (COWD, of ESX)", magic: "COWD"},
@@ -65,9 +65,10 @@ var containers = []format{
 	{name: "android sparse", magic: "\x3a\xff\x26\xed"},
 	{name: "wim", magic: "MSWIM\x00\x00\x00"},
 	{name: "ewf", magic: "EVF\x09\x0d\x0a\xff\x00"},
-	{name: "xz", magic: "\xfd7zXZ\x00"},
-	{name: "zstd", magic: "\x28\xb5\x2f\xfd"},
-	{name: "bzip2", magic: "BZh", is: func(b []byte) bool { return len(b) > 3 && b[3] >= '1' && b[3] <= '9' }},
+	{name: "xz", magic: xzMagic, opens: asCompressed},
+	{name: "zstd", magic: "\x28\xb5\x2f\xfd", opens: asCompressed},
+	{name: "zstd", at: 1, magic: "\x2a\x4d\x18", opens: asCompressed, is: func(b []byte) bool { return b[0]&0xf0 == 0x50 }}, // a frame to be skipped comes first
+	{name: "bzip2", magic: "BZh", opens: asCompressed, is: func(b []byte) bool { return len(b) > 3 && b[3] >= '1' && b[3] <= '9' }},
 	{name: "lz4", magic: "\x04\x22\x4d\x18"},
 	{name: "lzip", magic: "LZIP"},
 	{name: "lzop", magic: "\x89LZO\x00"},
@@ -172,13 +173,26 @@ func wrapper(h head) (f format, found bool, err error) {
 	return format{}, false, nil
 }
 
-// checkRaw refuses an image that a person named raw and that is something else.
-func checkRaw(h head) error {
-	f, found, err := wrapper(h)
-	if err != nil || !found {
-		return err
+// recognise tells the format of an image by its bytes, or by its name where
+// somebody gives one; the compression around it is told by its bytes only.
+func (o Options) recognise(h head) (format, error) {
+	if o.Format == "raw" {
+		f, found, err := wrapper(h)
+		switch {
+		case err != nil:
+			return format{}, err
+		case found && f.opens == asCompressed:
+			return f, nil
+		case found:
+			return format{}, notThe("raw", f.name)
+		}
+		return format{name: "raw", opens: asRaw}, nil
 	}
-	return notThe("raw", f.name)
+	f, err := recognise(h)
+	if err == nil && o.Format != "" && f.name != o.Format && f.opens != asTar && f.opens != asCompressed {
+		return format{}, notThe(o.Format, f.name)
+	}
+	return f, err
 }
 
 // recognise tells the format of an image that has a reader here; everything
@@ -203,7 +217,7 @@ func recognise(h head) (format, error) {
 		}
 	}
 	return format{}, fault.Terminal(fault.NotADiskImage,
-		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, vmdk, vhd, vhdx, vdi, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, the raw ones also in gzip, and a tar or OVA with one of them inside; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
+		fmt.Errorf("the source is not a disk image: %s; check the url (accepted are qcow2, vmdk, vhd, vhdx, vdi, ISO and raw disks that begin with a partition table, boot sector, volume or filesystem, a tar or OVA with one of them inside, and one of these in gzip, xz, zstd or bzip2; a raw disk that begins with none of these is accepted when it is named so, by --format raw or the annotation longshore.dev/image-format: raw on the VolumeImportSource)", nature(b)))
 }
 
 func (f format) refusal() error {

@@ -8,7 +8,6 @@ package image
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -62,7 +61,7 @@ func saysRaw(b Blob) bool {
 type Info struct {
 	// Format of the disk: "raw", "iso", "qcow2", "vmdk", "vhd", "vhdx", "vdi".
 	Format string `json:"format"`
-	// Compression around the image: "gzip", "" for none.
+	// Compression around the image: "gzip", "xz", "zstd", "bzip2", "" for none.
 	Compression string `json:"compression,omitempty"`
 	// Bundle that the image is in: "ova", "tar", "" for none; Disk is its file's name there.
 	Bundle string `json:"bundle,omitempty"`
@@ -102,6 +101,7 @@ type Opened struct {
 	// Stream is the disk's bytes from the first to the last, where the image
 	// can only be read one way. Its reads end with the context of Open.
 	Stream io.ReadCloser
+	blocks *blocked // what Disk reads from
 	// Digests are what a bundle's manifest says of the files that the disk is in:
 	// whoever reads all of their bytes can compare them.
 	Digests []Digest
@@ -109,10 +109,24 @@ type Opened struct {
 
 // Close ends the stream, if there is one; the blob stays the caller's.
 func (o *Opened) Close() error {
-	if o.Stream != nil {
-		return o.Stream.Close()
+	var err error
+	if o.blocks != nil {
+		err = o.blocks.Close()
 	}
-	return nil
+	if o.Stream != nil {
+		err = errors.Join(err, o.Stream.Close())
+	}
+	return err
+}
+
+// Verify compares what is left of the checks that are in the image, once the disk
+// has been read as far as it is needed. A stream that has come to its end, and a raw
+// disk that was read to its end, have no check left.
+func (o *Opened) Verify(ctx context.Context) error {
+	if o.blocks == nil || !o.blocks.keepRecent {
+		return nil
+	}
+	return o.blocks.verify(ctx)
 }
 
 // Measure returns Info with AllocatedBytes and ClusterCompression found out
@@ -178,19 +192,18 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 		return openRaw(b, "raw"), nil
 	}
 	h := headOf(ctx, b)
-	if o.Format == "raw" {
-		if err := checkRaw(h); err != nil {
-			return nil, err
-		}
-		return openRaw(b, "raw"), nil
-	}
-	f, err := recognise(h)
+	f, err := o.recognise(h)
 	if err != nil {
 		return nil, err
 	}
-	if o.Format != "" && o.Format != f.name && f.opens != asTar {
-		return nil, notThe(o.Format, f.name)
+	if f.opens == asCompressed {
+		return openCompressed(ctx, b, compressionOf(f), h, o)
 	}
+	return openAs(ctx, b, f, o)
+}
+
+// openAs opens an image of format f, which is no compression.
+func openAs(ctx context.Context, b Ranged, f format, o Options) (*Opened, error) {
 	switch f.opens {
 	case asQcow2:
 		return openQcow2(ctx, b)
@@ -206,21 +219,6 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 		return openVMDKText(ctx, b)
 	case asTar:
 		return openTar(ctx, b, o)
-	case asGzip:
-		foot, err := h.last()
-		if err != nil {
-			return nil, fmt.Errorf("read the last bytes of the image: %w", err)
-		}
-		opened, err := openGzip(newReadAhead(ctx, b))
-		if err != nil {
-			return nil, err
-		}
-		// The last four bytes are the length of the last member modulo 2^32
-		// (RFC 1952 section 2.3.1), and the disk is no shorter than that.
-		if len(foot) >= 4 {
-			opened.Info.AtLeast = int64(binary.LittleEndian.Uint32(foot[len(foot)-4:]))
-		}
-		return opened, nil
 	}
 	return openRaw(b, f.name), nil
 }
@@ -250,26 +248,16 @@ func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened
 		return raw(stream, "raw"), nil
 	}
 	r := &peeker{r: stream}
-	if o.Format == "raw" {
-		if err := checkRaw(head{first: r.peek}); err != nil {
-			return nil, err
-		}
-		return raw(r, "raw"), nil
-	}
-	f, err := recognise(head{first: r.peek})
-	if err != nil {
+	f, err := o.recognise(head{first: r.peek})
+	switch {
+	case err != nil:
 		return nil, err
+	case f.opens == asCompressed:
+		return openPacked(both{r, stream}, compressionOf(f), o)
+	case f.opens == asRaw:
+		return raw(r, f.name), nil
 	}
-	if o.Format != "" && o.Format != f.name {
-		return nil, notThe(o.Format, f.name)
-	}
-	switch f.opens {
-	case asQcow2, asVHD, asVDI, asVHDX, asVMDK, asVMDKText, asTar:
-		return openForward(both{r, stream}, f, "")
-	case asGzip:
-		return openGzip(both{r, stream})
-	}
-	return raw(r, f.name), nil
+	return openForward(both{r, stream}, f, "")
 }
 
 func notThe(want, got string) error {

@@ -21,8 +21,9 @@ import (
 
 const (
 	// DefaultMemoryBytes is what a mover may have, with the page cache that it
-	// causes.
-	DefaultMemoryBytes = 96 << 20
+	// causes: four times what it needs, for the images that want to be looked back at
+	// from afar while they are decompressed.
+	DefaultMemoryBytes = 256 << 20
 
 	// A batch is made durable when it has so many bytes that were read for it,
 	// or when its first range is so old.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/longshore-io/longshore/nodeplugin/device"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/nodeplugin/image"
 	"github.com/longshore-io/longshore/nodeplugin/sandbox"
 	"github.com/longshore-io/longshore/nodeplugin/source"
 )
@@ -217,6 +218,9 @@ func (n *node) tell(m *Moved) error {
 
 // Began is Ledger's.
 func (n *node) Began(ctx context.Context, f Facts) error {
+	if f.Compression != "" {
+		debug.SetMemoryLimit(heapBytes + image.WindowBytes) // what a decompressor keeps is no garbage
+	}
 	text, err := encodeFacts(f)
 	if err != nil {
 		return err

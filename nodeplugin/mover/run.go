@@ -46,7 +46,7 @@ type Job struct {
 // Facts are what is known before the first byte is written.
 type Facts struct {
 	Validator source.Validator `json:"validator"`
-	// Format of the disk, "raw" or "qcow2"; Compression around it, "gzip" or "".
+	// Format of the disk and Compression around it, as image.Info has them.
 	Format      string `json:"format"`
 	Compression string `json:"compression,omitempty"`
 	// VirtualBytes is the size of the disk, -1 unknown until it is read.
@@ -122,6 +122,9 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 	account := &account{ledger: d.Ledger, written: j.Done}
 	if facts.VirtualBytes, err = move(ctx, d, j, facts, opened, account); err != nil {
 		return facts, fmt.Errorf("copy: %w", err)
+	}
+	if err := opened.Verify(ctx); err != nil {
+		return facts, err
 	}
 	if err := d.Ledger.Flush(ctx); err != nil {
 		return facts, fmt.Errorf("flush: %w", err)

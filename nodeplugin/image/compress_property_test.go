@@ -1,0 +1,402 @@
+package image_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/cespare/xxhash/v2"
+	"github.com/klauspost/compress/zstd"
+
+	"github.com/longshore-io/longshore/nodeplugin/blockcopy"
+	"github.com/longshore-io/longshore/nodeplugin/extent"
+	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/nodeplugin/image"
+	"github.com/longshore-io/longshore/test/images"
+)
+
+// packers are commands as people use them; a file's parts are found where parts
+// is true.
+var packers = []struct {
+	name, command string
+	parts         bool
+}{
+	{"gzip", "gzip -1 -c", false},
+	{"gzip of several members", "head -c 700001 $0 | gzip -c; tail -c +700002 $0 | gzip -9 -c", false},
+	{"xz", "xz -0 -c", false},
+	{"xz -9", "xz -9 -c", false},
+	{"xz -e with a check of 32 bits", "xz -1e --check=crc32 -c", false},
+	{"xz with SHA-256", "xz -0 --check=sha256 -c", false},
+	{"xz without a check", "xz -0 --check=none -c", false},
+	{"xz in blocks", "xz -0 -T2 --block-size=1MiB -c", true},
+	{"xz in odd blocks", "xz -0 --block-size=300001 -c", true},
+	{"xz in blocks without their lengths", "xz -0 -T1 --block-size=1MiB -c", true},
+	{"xz in blocks with SHA-256", "xz -0 -T2 --block-size=2MiB --check=sha256 -c", true},
+	{"xz in several streams", "head -c 700001 $0 | xz -0 -c; head -c 8 /dev/zero; tail -c +700002 $0 | xz -1 --check=crc32 --block-size=1MiB -c; head -c 4096 /dev/zero", true},
+	{"zstd", "zstd -q -1 -c", false},
+	{"zstd -19", "zstd -q -12 -c", false},
+	{"zstd --long", "zstd -q -1 --long=27 -c", false},
+	{"zstd without a checksum", "zstd -q -1 --no-check -c", false},
+	{"zstd of several frames", "head -c 700001 $0 | zstd -q -c; tail -c +700002 $0 | zstd -q -c", false},
+	{"pzstd", "pzstd -q -1 -p 2 -c", false},
+	{"bzip2", "bzip2 -1 -c", false},
+	{"bzip2 of several streams", "head -c 700001 $0 | bzip2 -c; tail -c +700002 $0 | bzip2 -9 -c", false},
+}
+
+func packed(t testing.TB, command, path string) []byte {
+	t.Helper()
+	if !strings.Contains(command, "$0") {
+		command += ` < "$0"`
+	}
+	cmd := exec.Command("bash", "-e", "-o", "pipefail", "-c", command, path)
+	cmd.Stderr = t.Output()
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%s: %v", command, err)
+	}
+	return out
+}
+
+// seekable is content in the zstd seekable format.
+func seekable(t testing.TB, content []byte, frame int, summed bool) []byte {
+	t.Helper()
+	e, err := zstd.NewWriter(nil, zstd.WithEncoderLevel(zstd.SpeedFastest))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out, table []byte
+	for len(content) > 0 {
+		part := content[:min(frame, len(content))]
+		content = content[len(part):]
+		b := e.EncodeAll(part, nil)
+		out = append(out, b...)
+		table = binary.LittleEndian.AppendUint32(table, uint32(len(b)))
+		table = binary.LittleEndian.AppendUint32(table, uint32(len(part)))
+		if summed {
+			table = binary.LittleEndian.AppendUint32(table, uint32(xxhash.Sum64(part)))
+		}
+	}
+	entry, flags := 8, byte(0)
+	if summed {
+		entry, flags = 12, 0x80
+	}
+	out = binary.LittleEndian.AppendUint32(out, 0x184d2a5e)
+	out = binary.LittleEndian.AppendUint32(out, uint32(len(table)+9))
+	out = append(out, table...)
+	out = binary.LittleEndian.AppendUint32(out, uint32(len(table)/entry))
+	return binary.LittleEndian.AppendUint32(append(out, flags), 0x8f92eab1)
+}
+
+// memory is a blob that counts what is read of it.
+type memory struct {
+	b    []byte
+	read atomic.Int64
+}
+
+func (m *memory) Size() int64 { return int64(len(m.b)) }
+
+func (m *memory) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	m.read.Add(int64(len(p)))
+	return bytes.NewReader(m.b).ReadAt(p, off)
+}
+
+// stream is the same, that can only be read one way.
+type stream struct{ b []byte }
+
+func (s stream) Size() int64 { return -1 }
+func (s stream) Stream(context.Context) (io.ReadCloser, error) {
+	return io.NopCloser(bytes.NewReader(s.b)), nil
+}
+
+// readAll is all that an image has, copied as an import does it.
+func readAll(t *testing.T, opened *image.Opened, size int) ([]byte, error) {
+	t.Helper()
+	dst := newTarget(t, int64(size), true)
+	o := blockcopy.Options{KnownZero: true}
+	var n int64
+	var err error
+	if opened.Disk != nil {
+		n = opened.Disk.Size()
+		if err = blockcopy.Copy(t.Context(), dst, opened.Disk, o); err == nil {
+			err = opened.Verify(t.Context())
+		}
+	} else {
+		n, err = blockcopy.CopyStream(t.Context(), dst, opened.Stream, o)
+	}
+	if err != nil {
+		return nil, err
+	}
+	got, err := os.ReadFile(dst.f.Name())
+	return got[:n], err
+}
+
+// What people compress with the tools that there are comes out as it was, in
+// ranges and one way; in parts where the file has them.
+func TestCompressions(t *testing.T) {
+	img := images.Raw(t, 7, 5<<20+123*512)
+	for _, row := range packers {
+		t.Run(row.name, func(t *testing.T) {
+			t.Parallel()
+			checkCompressed(t, packed(t, row.command, img.Path), img, row.parts)
+		})
+	}
+	t.Run("seekable zstd", func(t *testing.T) { checkCompressed(t, seekable(t, img.Content, 1<<20, false), img, true) })
+	t.Run("seekable zstd with checksums", func(t *testing.T) {
+		checkCompressed(t, seekable(t, img.Content, 123_457, true), img, true)
+	})
+}
+
+func checkCompressed(t *testing.T, b []byte, img images.Image, parts bool) {
+	t.Helper()
+	m := &memory{b: b}
+	for _, blob := range []image.Blob{m, stream{b}} {
+		opened, err := image.Open(t.Context(), blob, image.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer opened.Close()
+		_, ranged := blob.(image.Ranged)
+		if got := opened.Disk != nil; got != (parts && ranged) {
+			t.Errorf("%T is read in parts: %v", blob, got)
+		}
+		if opened.Info.Format != "raw" || opened.Info.Compression == "" {
+			t.Errorf("recognised as %+v", opened.Info)
+		}
+		if ranged && opened.Info.AtLeast > int64(len(img.Content)) {
+			t.Errorf("at least %d bytes of %d", opened.Info.AtLeast, len(img.Content))
+		}
+		m.read.Store(0)
+		got, err := readAll(t, opened, len(img.Content))
+		if err != nil {
+			t.Fatal(err)
+		}
+		same(t, fmt.Sprintf("%T", blob), got, img.Content)
+		if read := m.read.Load(); read > int64(len(b))*102/100 {
+			t.Errorf("%d bytes were read of a file of %d", read, len(b))
+		}
+		if opened.Disk != nil {
+			readsHold(t, opened.Disk, img, 3)
+			resumed(t, opened.Disk, img)
+		}
+	}
+}
+
+// resumed copies what an earlier copy left out.
+func resumed(t *testing.T, d image.Disk, img images.Image) {
+	t.Helper()
+	rnd := rand.New(rand.NewPCG(1, 2))
+	dst := newTarget(t, int64(len(img.Content)), true)
+	var skip extent.Set
+	for range 5 {
+		off := rnd.Int64N(int64(len(img.Content))>>16) << 16
+		skip.Add(off, min(1<<20, int64(len(img.Content))-off))
+	}
+	for _, r := range skip.Ranges() {
+		if _, err := dst.f.WriteAt(img.Content[r.Start:r.End()], r.Start); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := blockcopy.Copy(t.Context(), dst, d, blockcopy.Options{KnownZero: true, Skip: skip}); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(dst.f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	same(t, "resumed", got, img.Content)
+}
+
+// A structured image inside parts is read as it would be without them, and what
+// nobody has read is checked at the end.
+func TestStructuredInParts(t *testing.T) {
+	raw := images.Raw(t, 11, 6<<20)
+	for _, row := range []struct{ format, command string }{
+		{"qcow2", "xz -0 --block-size=512KiB -c"}, {"vmdk", "xz -0 -T2 --block-size=1MiB -c"}, {"vhdx", "xz -0 --block-size=700001 -c"},
+		{"vdi", "seekable"}, {"qcow2", "seekable"},
+	} {
+		t.Run(row.format+" in "+row.command, func(t *testing.T) {
+			img := images.Convert(t, raw, "-O", row.format)
+			var b []byte
+			if row.command == "seekable" {
+				content, err := os.ReadFile(img.Path)
+				if err != nil {
+					t.Fatal(err)
+				}
+				b = seekable(t, content, 500_000, true)
+			} else {
+				b = packed(t, row.command, img.Path)
+			}
+			opened, err := image.Open(t.Context(), &memory{b: b}, image.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer opened.Close()
+			if opened.Info.Format != row.format || opened.Info.Compression == "" || opened.Info.VirtualSize != int64(len(raw.Content)) {
+				t.Errorf("recognised as %+v", opened.Info)
+			}
+			got, err := readAll(t, opened, len(raw.Content))
+			if err != nil {
+				t.Fatal(err)
+			}
+			same(t, row.format, got, raw.Content)
+		})
+	}
+}
+
+// The check of a part that nobody reads to its end is compared all the same.
+func TestPartsAreChecked(t *testing.T) {
+	raw := images.Image{Path: filepath.Join(t.TempDir(), "noise.raw"), Format: "raw", Content: make([]byte, 3<<20)}
+	rand.NewChaCha8([32]byte{4}).Read(raw.Content)
+	if err := os.WriteFile(raw.Path, raw.Content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "disk.qcow2")
+	if out, err := exec.Command("qemu-img", "convert", "-f", "raw", "-O", "qcow2", raw.Path, path).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	b := packed(t, "cat $0 <(head -c 200000 /dev/zero) | xz -0 --block-size=1200KiB -c", path)
+	for at := len(b) - 500_000; at < len(b)-100_000; at += 100_000 {
+		bad := bytes.Clone(b)
+		bad[at] ^= 1
+		opened, err := image.Open(t.Context(), &memory{b: bad}, image.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = readAll(t, opened, len(raw.Content))
+		if f := (*fault.Fault)(nil); !errors.As(err, &f) || !f.Terminal || !strings.Contains(err.Error(), "checksum") {
+			t.Errorf("a bit flipped at %d of %d: %v", at, len(b), err)
+		}
+		opened.Close()
+	}
+}
+
+// Whatever is done to a compressed image, nobody gets other bytes than were in
+// it: where the format has a check, a changed one is refused at the latest when
+// it has been read.
+func TestDamagedCompressions(t *testing.T) {
+	img := images.Raw(t, 9, 1<<20+512)
+	for _, row := range packers {
+		if strings.Contains(row.name, "without a check") {
+			continue
+		}
+		t.Run(row.name, func(t *testing.T) {
+			t.Parallel()
+			damage(t, packed(t, row.command, img.Path), img)
+		})
+	}
+	t.Run("seekable zstd with checksums", func(t *testing.T) { damage(t, seekable(t, img.Content, 300_000, true), img) })
+}
+
+func damage(t *testing.T, b []byte, img images.Image) {
+	t.Helper()
+	rnd := rand.New(rand.NewPCG(5, uint64(len(b))))
+	spots := []int{0, 1, 5, 6, 7, 8, 12, 13, 14, 24, len(b) - 1, len(b) - 2, len(b) - 4, len(b) - 8, len(b) - 12, len(b) - 16, len(b) - 20, len(b) - 24}
+	for range 6 {
+		spots = append(spots, rnd.IntN(len(b)))
+	}
+	for _, at := range spots {
+		flipped := bytes.Clone(b)
+		flipped[at] ^= 1 << rnd.IntN(8)
+		for what, bad := range map[string][]byte{"bit flipped at": flipped, "cut at": b[:at], "garbage inserted at": append(append(bytes.Clone(b[:at]), "garbage"...), b[at:]...)} {
+			for _, blob := range []image.Blob{&memory{b: bad}, stream{bad}} {
+				opened, err := image.Open(t.Context(), blob, image.Options{Format: "raw"})
+				if err == nil && opened.Info.Compression == "" {
+					opened.Close()
+					continue // it does not look like a compressed file any more
+				}
+				var got []byte
+				if err == nil {
+					got, err = readAll(t, opened, len(img.Content)+1<<20)
+					opened.Close()
+				}
+				if err == nil {
+					if !bytes.Equal(got, img.Content) {
+						t.Errorf("%T, %s %d of %d: %d bytes that are not the image's", blob, what, at, len(b), len(got))
+					}
+					continue
+				}
+				if f := (*fault.Fault)(nil); !errors.As(err, &f) || !f.Terminal {
+					t.Errorf("%T, %s %d of %d: %v is no terminal fault", blob, what, at, len(b), err)
+				}
+			}
+		}
+	}
+}
+
+// What a header claims is refused before memory is given for it.
+func TestHungryCompressions(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "zeros")
+	if err := os.WriteFile(path, make([]byte, 1<<20), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, row := range []struct{ command, says string }{
+		{"xz -c --lzma2=preset=0,dict=512MiB", "536870912 bytes"},
+		{"xz -c --x86 --lzma2=preset=0", "filters"},
+		{"zstd -q -c --ultra -1 --long=30", "--long=27"},
+	} {
+		b := packed(t, "cat $0 | "+row.command, path)
+		for _, blob := range []image.Blob{&memory{b: b}, stream{b}} {
+			opened, err := image.Open(t.Context(), blob, image.Options{Format: "raw"})
+			if err == nil {
+				_, err = readAll(t, opened, 2<<20)
+				opened.Close()
+			}
+			if f := (*fault.Fault)(nil); !errors.As(err, &f) || !f.Terminal || f.Reason != fault.FormatNotSupported || !strings.Contains(err.Error(), row.says) {
+				t.Errorf("%s, %T: %v", row.command, blob, err)
+			}
+		}
+	}
+}
+
+// FuzzCompression: whatever the bytes are, what is read in parts is what is read
+// one way.
+func FuzzCompression(f *testing.F) {
+	content := make([]byte, 3000)
+	for i := range content {
+		content[i] = byte(i * i >> 5)
+	}
+	path := filepath.Join(f.TempDir(), "content")
+	if err := os.WriteFile(path, content, 0o600); err != nil {
+		f.Fatal(err)
+	}
+	for _, row := range packers {
+		f.Add(packed(f, strings.NewReplacer("700001", "1001", "700002", "1002", "1MiB", "1KiB", "2MiB", "2KiB", "300001", "301", "MiB", "KiB").Replace(row.command), path))
+	}
+	f.Add(seekable(f, content, 700, false))
+	f.Add(seekable(f, content, 700, true))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		const most = 1 << 20
+		read := func(blob image.Blob) ([]byte, error) {
+			opened, err := image.Open(t.Context(), blob, image.Options{Format: "raw"})
+			if err != nil {
+				return nil, err
+			}
+			defer opened.Close()
+			if opened.Stream != nil {
+				return io.ReadAll(io.LimitReader(opened.Stream, most))
+			}
+			p := make([]byte, min(opened.Disk.Size(), most))
+			n, err := opened.Disk.ReadAtContext(t.Context(), p, 0)
+			return p[:n], err
+		}
+		inParts, err := read(&memory{b: b})
+		oneWay, err2 := read(stream{b})
+		if err == nil && err2 == nil && !bytes.Equal(inParts, oneWay) {
+			t.Errorf("%d bytes in parts and %d one way differ", len(inParts), len(oneWay))
+		}
+	})
+}
