@@ -197,6 +197,7 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 	}
 	// The pool makes files of nothing but zeros, and so is a new disk.img.
 	work := Job{Volume: id, Owner: j.order.Owner, TargetBytes: v.Bytes, KnownZero: true, Recipe: j.order.Recipe, Journal: p.JournalPath(id)}
+	work.Spool = spoolOf(p, v.Bytes)
 	report := func(progress Progress) {
 		j.mu.Lock()
 		progress.Retries = max(progress.Retries, j.progress.Retries)
@@ -245,6 +246,21 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 	return nil
 }
 
+// spoolOf makes room in the pool for an image that is unpacked for a target of so
+// many bytes.
+func spoolOf(p *pool.Pool, target int64) func() (Spool, error) {
+	return func() (Spool, error) {
+		s, err := p.NewScratch(target)
+		if errors.Is(err, pool.ErrFull) {
+			return nil, fault.Transient(fault.NoSpace, fmt.Errorf("the image has to be unpacked beside the volume, for it is compressed as a whole or its server answers no Range requests: %w", err))
+		}
+		if err != nil {
+			return nil, err
+		}
+		return s, nil
+	}
+}
+
 // fillFilesystem fills /disk.img of a filesystem volume, which nobody can see
 // until it is populated.
 func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume, file *os.File, work Job, report func(Progress)) (result Result, err error) {
@@ -286,6 +302,7 @@ func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume
 		return result, err
 	}
 	work.Target, work.TargetBytes = img, st.Size()
+	work.Spool = spoolOf(p, work.TargetBytes)
 	result, err = s.cfg.Fill.Fill(ctx, work, report)
 	if err != nil {
 		return result, err

@@ -57,9 +57,20 @@ type Job struct {
 	// at while there is no journal.
 	KnownZero bool
 	Recipe    Recipe
+	// Spool makes room for an image that has to be read again and comes only once;
+	// see mover.Spool. It is called at most once; nil: there is none.
+	Spool func() (Spool, error)
 	// Journal is the path of the volume's journal. The caller removes it, once
 	// it has recorded that the volume is populated.
 	Journal string
+}
+
+// Spool is room beside a volume: files as long as its target, that may hold Bytes in
+// all. Close gives it back.
+type Spool interface {
+	Files() []*os.File
+	Bytes() int64
+	Close()
 }
 
 // Phases of a job, in the order of its life; Retrying leads back to Waiting.
@@ -151,6 +162,11 @@ func (f *Filler) Fill(ctx context.Context, job Job, report func(Progress)) (Resu
 	if err := r.load(); err != nil {
 		return Result{}, err
 	}
+	defer func() {
+		if r.spool != nil {
+			r.spool.Close()
+		}
+	}()
 	for !r.journal.Complete {
 		err := r.attempt(ctx)
 		if ctx.Err() != nil {
@@ -159,7 +175,15 @@ func (f *Filler) Fill(ctx context.Context, job Job, report func(Progress)) (Resu
 		if err == nil {
 			break
 		}
-		if err := r.recover(ctx, fault.Of(err)); err != nil {
+		f := fault.Of(err)
+		if f.Reason == fault.NeedsSpool && r.spool == nil && r.job.Spool != nil {
+			r.log.Info("the image is spooled, for it comes once and has to be read again", "error", f.Error())
+			if r.spool, err = r.job.Spool(); err == nil {
+				continue
+			}
+			f = fault.Of(err)
+		}
+		if err := r.recover(ctx, f); err != nil {
 			return Result{}, err
 		}
 	}
@@ -180,6 +204,7 @@ type filling struct {
 	facts    mover.Facts // of the last mover
 	readMark int64       // the journal's Read when the current mover started
 
+	spool                      Spool // nil until it is needed
 	retries, fruitless, deaths int
 	doneMark                   int64 // bytes done when the last attempt began
 }
@@ -224,6 +249,9 @@ func (r *filling) attempt(ctx context.Context) error {
 		if err := json.Unmarshal(r.journal.Validator, &j.Resume.Validator); err != nil {
 			return fmt.Errorf("decode the journal's validator: %w", err)
 		}
+	}
+	if r.spool != nil {
+		j.Spool, j.SpoolBytes = r.spool.Files(), r.spool.Bytes()
 	}
 	res, err := r.filler.Launcher.Move(ctx, r.job.Target, j, r)
 	if err != nil {

@@ -124,6 +124,27 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 		longshore(t, "import", gz, target).must(t, 0)
 		equal(t, target, raw.Content)
 	})
+	t.Run("vdi.gz, which is unpacked beside the target", func(t *testing.T) {
+		big := images.Raw(t, 2, 36<<20)
+		rand.NewChaCha8([32]byte{2}).Read(big.Content[1<<20:])
+		if err := os.WriteFile(big.Path, big.Content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		vdi := filepath.Join(t.TempDir(), "d.vdi")
+		if out, err := exec.Command("sh", "-c", `qemu-img convert -f raw -O vdi "$0" "$1" && gzip -1 "$1"`, big.Path, vdi).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		dir := t.TempDir()
+		target := filepath.Join(dir, "disk.raw")
+		r := longshore(t, "import", vdi+".gz", target).must(t, 0)
+		equal(t, target, big.Content)
+		if !strings.Contains(r.stderr, "unpacked to a temporary file") || !strings.Contains(r.stdout, "vdi.gzip") {
+			t.Errorf("stderr: %s\nstdout: %s", r.stderr, r.stdout)
+		}
+		if left, err := os.ReadDir(dir); err != nil || len(left) != 1 {
+			t.Errorf("left beside the target: %v, %v", left, err)
+		}
+	})
 	t.Run("grown", func(t *testing.T) {
 		target := filepath.Join(t.TempDir(), "disk.raw")
 		longshore(t, "import", "--size", "8Mi", "--preallocate", raw.Path, target).must(t, 0)

@@ -161,6 +161,10 @@ func (t *transfer) look(ctx context.Context, spec source.Spec, show *display) (i
 		}
 		defer blob.Close()
 		opened, err := image.Open(ctx, blob, image.Options{Format: t.from.format})
+		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool {
+			info = image.Info{VirtualSize: -1, AllocatedBytes: -1} // it is known once the image is unpacked
+			return nil
+		}
 		if err != nil {
 			return fmt.Errorf("open image: %w", err)
 		}
@@ -206,9 +210,22 @@ func (t *transfer) patiently(ctx context.Context, show *display, progress func()
 
 // try moves the disk. A source that changes under way is begun again, once.
 func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show *display) (facts mover.Facts, err error) {
+	deps := mover.Deps{Kinds: localSources, Dial: dial, Target: out.disk, Ledger: out, Moved: &out.moved}
 	err = t.patiently(ctx, show, func() int64 { return out.journal.Done.Bytes() }, func() error {
 		var err error
-		facts, err = mover.Run(ctx, mover.Deps{Kinds: localSources, Dial: dial, Target: out.disk, Ledger: out, Moved: &out.moved}, out.job(spec, t.from.format))
+		facts, err = mover.Run(ctx, deps, out.job(spec, t.from.format))
+		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool && deps.Spool == nil {
+			show.say("the image comes only from its beginning to its end, and has to be read in another order: it is unpacked to a temporary file first")
+			spool, cerr := out.spool()
+			if cerr != nil {
+				return cerr
+			}
+			defer spool.Close()
+			if deps.Spool, err = mover.NewSpool([]*os.File{spool}, spoolBytes, spoolBytes); err == nil {
+				facts, err = mover.Run(ctx, deps, out.job(spec, t.from.format))
+			}
+			deps.Spool = nil
+		}
 		// What is written counts, whatever ended the run.
 		if cerr := out.commit(); cerr != nil {
 			return errors.Join(err, cerr)
@@ -224,6 +241,26 @@ func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show 
 		return err
 	})
 	return facts, err
+}
+
+// spoolBytes are the most that an image may have that is unpacked; what there is
+// room for is found out.
+const spoolBytes = 8 << 40
+
+// spool makes a file without a name, beside the target where that is a file.
+func (o *output) spool() (*os.File, error) {
+	dir := os.TempDir()
+	if !o.device {
+		dir = filepath.Dir(o.path)
+	}
+	f, err := os.CreateTemp(dir, ".longshore-spool-")
+	if err != nil {
+		return nil, targetFault(err)
+	}
+	if err := errors.Join(os.Remove(f.Name()), f.Truncate(spoolBytes)); err != nil {
+		return nil, errors.Join(targetFault(err), f.Close())
+	}
+	return f, nil
 }
 
 // defaultJournal is the journal of target: beside a file; a device's in the

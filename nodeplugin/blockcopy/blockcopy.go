@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync"
 	"syscall"
 	"unsafe"
@@ -44,6 +45,12 @@ type Striped interface {
 	Strip(off int64) int64
 	// Readers is how many strips may be read at once.
 	Readers() int
+}
+
+// InOrder is a Source that is read while it passes: nothing is asked or read more
+// than Ahead bytes behind the first byte that is still to be read.
+type InOrder interface {
+	Ahead() int64
 }
 
 // Target is the disk that is written; its methods are called from several
@@ -121,6 +128,9 @@ func Copy(ctx context.Context, dst Target, src Source, o Options) error {
 	if st, ok := src.(Striped); ok {
 		c.workers = max(1, min(c.workers, st.Readers()))
 	}
+	if in, ok := src.(InOrder); ok {
+		c.order = &order{ahead: in.Ahead() - c.chunk, changed: make(chan struct{})}
+	}
 	plan := make(chan []task)
 	g, run := errgroup.WithContext(ctx)
 	g.Go(func() error {
@@ -138,6 +148,7 @@ func Copy(ctx context.Context, dst Target, src Source, o Options) error {
 					if err := c.move(run, src, t, buf); err != nil {
 						return err
 					}
+					c.order.leave(t.Start)
 				}
 			}
 			return run.Err()
@@ -167,6 +178,9 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 		tasks := strip
 		if strip = nil; len(tasks) == 0 {
 			return nil
+		}
+		if err := c.order.join(ctx, tasks[0].Start); err != nil {
+			return err
 		}
 		select {
 		case out <- tasks:
@@ -198,8 +212,12 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 		}
 		return send(t)
 	}
-	for at := int64(0); at < size; at += window {
-		end := min(at+window, size)
+	step := int64(window)
+	if c.order != nil {
+		step = c.chunk
+	}
+	for at := int64(0); at < size; at += step {
+		end := min(at+step, size)
 		for _, r := range c.outer(c.skip.Missing(at, end-at), end) {
 			list, err := src.Extents(ctx, r.Start, r.Length)
 			if err != nil {
@@ -235,6 +253,50 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 		return err
 	}
 	return hand()
+}
+
+// order keeps the tasks of an InOrder source together. A nil one does nothing.
+type order struct {
+	ahead int64
+
+	mu      sync.Mutex
+	starts  []int64 // of the tasks that are not done, in order
+	changed chan struct{}
+}
+
+// join waits until the task at start is not too far ahead of the first one.
+func (o *order) join(ctx context.Context, start int64) error {
+	if o == nil {
+		return nil
+	}
+	for {
+		o.mu.Lock()
+		if len(o.starts) == 0 || start-o.starts[0] <= o.ahead {
+			o.starts = append(o.starts, start)
+			o.mu.Unlock()
+			return nil
+		}
+		changed := o.changed
+		o.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
+
+func (o *order) leave(start int64) {
+	if o == nil {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if i := slices.Index(o.starts, start); i >= 0 {
+		o.starts = slices.Delete(o.starts, i, i+1)
+	}
+	close(o.changed)
+	o.changed = make(chan struct{})
 }
 
 // outer widens ranges to whole blocks, up to end, so that every write is
@@ -428,6 +490,7 @@ type copier struct {
 	workers   int
 	chunk     int64
 	ledger    Ledger
+	order     *order // of an InOrder source, else nil
 
 	mu       sync.Mutex // holds calls of progress apart
 	progress func(int64)

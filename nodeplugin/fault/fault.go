@@ -24,6 +24,7 @@ const (
 	MoverDied          = "MoverDied"          // the mover ended without a result
 	MoverMemory        = "MoverMemory"        // the mover wanted more memory than it may have
 	NoSpace            = "NoSpace"            // the target's filesystem is full
+	NeedsSpool         = "NeedsSpool"         // the image comes once and has to be read again
 	NotADiskImage      = "NotADiskImage"      // what the source serves is no disk image
 	NotFound           = "NotFound"           // the source has no such object
 	PoolFull           = "PoolFull"           // the pool has no room for the volume

@@ -55,7 +55,7 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 		return openBlocked(ctx, blocks, c, o)
 	}
 	src := newReadAhead(ctx, b)
-	opened, err := openPacked(src, c, o)
+	opened, err := openPacked(ctx, src, c, o)
 	if err != nil {
 		src.Close()
 		return nil, err
@@ -110,7 +110,7 @@ func openBlocked(ctx context.Context, blocks *blocked, c compression, o Options)
 
 // openPacked opens the image in a stream that c has compressed. It takes src over
 // when it returns no error.
-func openPacked(src io.ReadCloser, c compression, o Options) (_ *Opened, err error) {
+func openPacked(ctx context.Context, src io.ReadCloser, c compression, o Options) (_ *Opened, err error) {
 	u, err := newUnpacked(src, c)
 	if err != nil {
 		return nil, err
@@ -134,7 +134,7 @@ func openPacked(src io.ReadCloser, c compression, o Options) (_ *Opened, err err
 			Stream: both{r, u},
 		}, nil
 	}
-	return openForward(both{r, u}, f, c.name)
+	return openForward(ctx, both{r, u}, -1, f, c.name, o)
 }
 
 func nested(f format) error {

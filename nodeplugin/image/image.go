@@ -46,6 +46,9 @@ type Options struct {
 	// Disk of a bundle (tar, OVA) by its file's name, its id in the OVA's
 	// description or its number from 1; "" for the only one.
 	Disk string
+	// Spool, where there is one, takes the image if it has to be read again and comes
+	// only once. Without one such an image is the fault NeedsSpool.
+	Spool Spool
 }
 
 // knowing is a Blob whose source knows what it serves: the disk of a hypervisor,
@@ -101,7 +104,8 @@ type Opened struct {
 	// Stream is the disk's bytes from the first to the last, where the image
 	// can only be read one way. Its reads end with the context of Open.
 	Stream io.ReadCloser
-	blocks *blocked // what Disk reads from
+	blocks *blocked // what Disk reads from, where it is one of these
+	tape   *tape
 	// Digests are what a bundle's manifest says of the files that the disk is in:
 	// whoever reads all of their bytes can compare them.
 	Digests []Digest
@@ -113,6 +117,9 @@ func (o *Opened) Close() error {
 	if o.blocks != nil {
 		err = o.blocks.Close()
 	}
+	if o.tape != nil {
+		err = errors.Join(err, o.tape.src.Close())
+	}
 	if o.Stream != nil {
 		err = errors.Join(err, o.Stream.Close())
 	}
@@ -123,10 +130,13 @@ func (o *Opened) Close() error {
 // has been read as far as it is needed. A stream that has come to its end, and a raw
 // disk that was read to its end, have no check left.
 func (o *Opened) Verify(ctx context.Context) error {
-	if o.blocks == nil || !o.blocks.keepRecent {
-		return nil
+	switch {
+	case o.blocks != nil && o.blocks.keepRecent:
+		return o.blocks.verify(ctx)
+	case o.tape != nil && o.Info.Compression != "":
+		return o.tape.rest(ctx)
 	}
-	return o.blocks.verify(ctx)
+	return nil
 }
 
 // Measure returns Info with AllocatedBytes and ClusterCompression found out
@@ -229,7 +239,7 @@ func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	opened, err := openStream(b.Size(), stream, o, saysRaw(b))
+	opened, err := openStream(ctx, b.Size(), stream, o, saysRaw(b))
 	if err != nil {
 		stream.Close()
 		return nil, err
@@ -237,7 +247,7 @@ func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
 	return opened, nil
 }
 
-func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened, error) {
+func openStream(ctx context.Context, size int64, stream io.ReadCloser, o Options, sure bool) (*Opened, error) {
 	raw := func(r io.Reader, format string) *Opened {
 		return &Opened{
 			Info:   Info{Format: format, VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1},
@@ -253,11 +263,11 @@ func openStream(size int64, stream io.ReadCloser, o Options, sure bool) (*Opened
 	case err != nil:
 		return nil, err
 	case f.opens == asCompressed:
-		return openPacked(both{r, stream}, compressionOf(f), o)
+		return openPacked(ctx, both{r, stream}, compressionOf(f), o)
 	case f.opens == asRaw:
 		return raw(r, f.name), nil
 	}
-	return openForward(both{r, stream}, f, "")
+	return openForward(ctx, both{r, stream}, size, f, "", o)
 }
 
 func notThe(want, got string) error {

@@ -184,6 +184,9 @@ func (m *mapped) readRun(ctx context.Context, run []segment, end int64, p []byte
 			copy(out, in)
 			continue
 		}
+		if t, ok := m.file.(*tape); ok {
+			t.keep(s.host, s.hostLen)
+		}
 		if err := m.packed.decode(s, out, in); err != nil {
 			return corrupt(m.format, "the compressed data for byte %d, %d bytes at %d, do not decompress: %w", s.start, s.hostLen, s.host, err)
 		}

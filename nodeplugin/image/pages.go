@@ -5,7 +5,10 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"sync"
+
+	"github.com/longshore-io/longshore/nodeplugin/fault"
 )
 
 const (
@@ -54,8 +57,11 @@ func (c *pageCache) at(ctx context.Context, off int64) ([]byte, error) {
 		case <-ctx.Done():
 			return nil, ctx.Err()
 		}
-		if p.err == nil {
+		if p.err == nil && off%c.bytes < int64(len(p.b)) {
 			return p.b[off%c.bytes:], nil
+		}
+		if p.err == nil { // the caller could not know, for the file's end came only now
+			return nil, fault.Terminal(fault.CorruptImage, fmt.Errorf("the image ends before byte %d, which it refers to: it is cut short, upload it again", off))
 		}
 		// Whoever read the page was told to stop; that is not our end.
 		stopped := errors.Is(p.err, context.Canceled) || errors.Is(p.err, context.DeadlineExceeded)
@@ -94,7 +100,7 @@ func (c *pageCache) page(number int64) (_ *page, mine bool) {
 func (c *pageCache) load(ctx context.Context, p *page) {
 	defer close(p.loaded)
 	start := p.number * c.bytes
-	b := make([]byte, min(c.bytes, c.file.Size()-start))
+	b := make([]byte, max(0, min(c.bytes, c.file.Size()-start)))
 	if _, err := readExactly(ctx, c.file, b, start); err != nil {
 		p.err = err
 		c.mu.Lock()

@@ -240,8 +240,8 @@ func corruptQcow2(format string, args ...any) error {
 // qcow2 is the layout of an open image.
 type qcow2 struct {
 	qcow2Header
-	fileSize int64
-	pages    *pageCache
+	file  Ranged
+	pages *pageCache
 
 	inflates sync.Pool // of io.ReadCloser that is a flate.Resetter
 	zstds    sync.Pool // of *zstd.Decoder
@@ -256,7 +256,7 @@ func openQcow2(ctx context.Context, file Ranged) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &qcow2{qcow2Header: h, fileSize: file.Size(), pages: newPageCache(file)}
+	q := &qcow2{qcow2Header: h, file: file, pages: newPageCache(file)}
 	return openMapped(Info{Format: "qcow2", VirtualSize: h.size, Warnings: h.warnings}, q, file, 1<<h.clusterBits), nil
 }
 
@@ -293,8 +293,8 @@ func (q *qcow2) walk(ctx context.Context, off, n int64, each func(segment)) erro
 			off = next
 			continue
 		}
-		if cluster := int64(1) << q.clusterBits; table%cluster != 0 || table > q.fileSize-cluster {
-			return corruptQcow2("the L2 table for byte %d lies at %d of a file of %d bytes with clusters of %d", off, table, q.fileSize, cluster)
+		if cluster := int64(1) << q.clusterBits; table%cluster != 0 || table > q.file.Size()-cluster {
+			return corruptQcow2("the L2 table for byte %d lies at %d of a file of %d bytes with clusters of %d", off, table, q.file.Size(), cluster)
 		}
 		if err := q.walkTable(ctx, table, off, next, each); err != nil {
 			return err
@@ -343,10 +343,10 @@ func (q *qcow2) cluster(entry, bitmap uint64, off, end int64, each func(segment)
 		bits := 62 - (q.clusterBits - 8)
 		s.host = int64(entry & (1<<bits - 1))
 		sectors := int64(entry >> bits & (1<<(q.clusterBits-8) - 1))
-		if s.host >= q.fileSize {
-			return corruptQcow2("the compressed cluster for byte %d lies at %d of a file of %d bytes", off, s.host, q.fileSize)
+		if s.host >= q.file.Size() {
+			return corruptQcow2("the compressed cluster for byte %d lies at %d of a file of %d bytes", off, s.host, q.file.Size())
 		}
-		s.hostLen = min((sectors+1)*512-s.host&511, q.fileSize-s.host)
+		s.hostLen = min((sectors+1)*512-s.host&511, q.file.Size()-s.host)
 		s.kind, s.compressed, s.skip = extent.Data, true, in
 		each(s)
 		return nil
@@ -368,7 +368,7 @@ func (q *qcow2) cluster(entry, bitmap uint64, off, end int64, each func(segment)
 	default:
 		s.kind = extent.Data
 		s.host, s.hostLen = host+in, s.length
-		if s.hostEnd() > q.fileSize {
+		if s.hostEnd() > q.file.Size() {
 			return q.cutShort(s)
 		}
 	}
@@ -393,7 +393,7 @@ func (q *qcow2) subclusters(host int64, bitmap uint64, off, end int64, each func
 		case allocated&bit != 0:
 			s.kind = extent.Data
 			s.host, s.hostLen = host+in, s.length
-			if s.hostEnd() > q.fileSize {
+			if s.hostEnd() > q.file.Size() {
 				return q.cutShort(s)
 			}
 		case reads&bit != 0:
@@ -406,7 +406,7 @@ func (q *qcow2) subclusters(host int64, bitmap uint64, off, end int64, each func
 }
 
 func (q *qcow2) cutShort(s segment) error {
-	return corruptQcow2("the data for byte %d lie at %d to %d of a file of %d bytes: the file is cut short, upload it again", s.start, s.host, s.hostEnd(), q.fileSize)
+	return corruptQcow2("the data for byte %d lie at %d to %d of a file of %d bytes: the file is cut short, upload it again", s.start, s.host, s.hostEnd(), q.file.Size())
 }
 
 // honest is boastful's: no two parts of the disk share an L2 table, as no writer

@@ -99,7 +99,7 @@ func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Res
 	defer ours.conn.Close()
 	defer theirs.Close()
 	c := sandbox.Config{
-		Args: []string{Subcommand}, Env: []string{"SSL_CERT_FILE=/" + rootsName}, Files: []*os.File{theirs, own},
+		Args: []string{Subcommand}, Env: []string{"SSL_CERT_FILE=/" + rootsName}, Files: append([]*os.File{theirs, own}, j.Spool...),
 		Text: map[string][]byte{rootsName: l.Roots}, MemoryBytes: l.MemoryBytes, FileBytes: j.TargetBytes, UID: l.UID, GID: l.GID,
 	}
 	if c.MemoryBytes == 0 {
@@ -110,6 +110,7 @@ func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Res
 			return Result{}, err
 		}
 	}
+	j.SpoolFiles = len(j.Spool)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	p, err := sandbox.Start(ctx, c)

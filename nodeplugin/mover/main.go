@@ -25,6 +25,7 @@ const Subcommand = "mover"
 const (
 	controlFD = 3 // the control socket
 	targetFD  = 4 // the target, open for reading and writing
+	spoolFD   = 5 // and the following, Job.SpoolFiles of them
 
 	// maxUnflushed is the most that is read and said to be done while the node
 	// has not made it durable: with the copy's buffers, what a kill costs.
@@ -108,7 +109,17 @@ func runJob(ctx context.Context, kinds source.Kinds, n *node, moved *Moved, job 
 		}
 	}()
 	defer func() { close(stop); <-stopped }()
-	return Run(ctx, Deps{Kinds: kinds, Dial: n.dial, Target: target, Ledger: n, Moved: moved}, job)
+	d := Deps{Kinds: kinds, Dial: n.dial, Target: target, Ledger: n, Moved: moved}
+	if job.SpoolFiles > 0 {
+		var files []*os.File
+		for i := range job.SpoolFiles {
+			files = append(files, os.NewFile(uintptr(spoolFD+i), "the spool"))
+		}
+		if d.Spool, err = NewSpool(files, job.TargetBytes, job.SpoolBytes); err != nil {
+			return Facts{}, fault.Transient(fault.TargetError, fmt.Errorf("open the spool: %w", err))
+		}
+	}
+	return Run(ctx, d, job)
 }
 
 // node is the node plugin as its mover sees it: it makes connections and keeps

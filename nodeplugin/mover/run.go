@@ -15,6 +15,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"os"
 	"sync"
 	"sync/atomic"
 
@@ -37,6 +38,11 @@ type Job struct {
 	KeepAllocated bool `json:"keepAllocated"`
 	// Format of the image where it is known, else "".
 	Format string `json:"format,omitempty"`
+	// Spool is empty, or files as long as the target, beside it, that may hold
+	// SpoolBytes in all; only a Launcher looks at it.
+	Spool      []*os.File `json:"-"`
+	SpoolFiles int        `json:"spoolFiles,omitempty"`
+	SpoolBytes int64      `json:"spoolBytes,omitempty"`
 	// Resume is what an earlier run found; nil for the first. Done is what it has
 	// written and what has been made durable since.
 	Resume *Facts     `json:"resume,omitempty"`
@@ -73,6 +79,9 @@ type Deps struct {
 	Dial   source.Dialer
 	Target blockcopy.Target
 	Ledger Ledger
+	// Spool, if there is one, is used for an image that is the fault NeedsSpool
+	// without it.
+	Spool image.Spool
 	// Moved, if it is set, counts along: bytes of the disk that are done, those
 	// of earlier runs included, and bytes read from the network.
 	Moved *Moved
@@ -101,7 +110,7 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 		return Facts{}, fmt.Errorf("open source: %w", err)
 	}
 	defer blob.Close()
-	opened, err := image.Open(ctx, blob, image.Options{Format: formatOf(blob, j)})
+	opened, err := image.Open(ctx, blob, image.Options{Format: formatOf(blob, j), Spool: d.Spool})
 	if err != nil {
 		return Facts{}, fmt.Errorf("open image: %w", err)
 	}

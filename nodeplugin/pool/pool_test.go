@@ -793,3 +793,41 @@ func TestAtOnce(t *testing.T) {
 		t.Errorf("provisioned %d bytes of %d empty snapshots", s.ProvisionedBytes, n)
 	}
 }
+
+// Scratch takes room from new volumes while it is there, and leaves nothing.
+func TestScratch(t *testing.T) {
+	p := newPool(t, 600*mib)
+	if _, err := p.Create(t.Context(), Spec{ID: "v", Bytes: 64 * mib, Mode: Block}); err != nil {
+		t.Fatal(err)
+	}
+	before, err := p.Stats()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := p.NewScratch(64 * mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.Bytes() != 128*mib || len(s.Files()) != 2 {
+		t.Errorf("%d bytes in %d files", s.Bytes(), len(s.Files()))
+	}
+	if now, err := p.Stats(); err != nil || now.AvailableBytes != before.AvailableBytes-128*mib {
+		t.Errorf("%d bytes are available beside it, before it %d: %v", now.AvailableBytes, before.AvailableBytes, err)
+	}
+	if _, err := s.Files()[1].WriteAt(make([]byte, mib), 63*mib); err != nil {
+		t.Error(err)
+	}
+	s.Close()
+	if now, err := p.Stats(); err != nil || now.AvailableBytes != before.AvailableBytes {
+		t.Errorf("%d bytes are available behind it, before it %d: %v", now.AvailableBytes, before.AvailableBytes, err)
+	}
+	// What there is, where that is less than might be wanted; nothing where that is of no use.
+	all, err := p.NewScratch(1 << 40)
+	if err != nil || all.Bytes() != before.AvailableBytes {
+		t.Fatalf("%+v, %v", all, err)
+	}
+	if _, err := p.NewScratch(mib); !errors.Is(err, ErrFull) {
+		t.Errorf("a second one beside it: %v", err)
+	}
+	all.Close()
+}

@@ -25,10 +25,10 @@ func TestImport(t *testing.T) {
 		{"waits for its consumer, Block, bind, raw.gz", lab.Class{Wait: true, Populate: "bind"}, true, "raw.gz"},
 		{"waits for its consumer, Filesystem, stage, raw", lab.Class{Wait: true, Populate: "stage"}, false, "raw"},
 		{"waits for its consumer, Block, stage, qcow2", lab.Class{Wait: true, Populate: "stage"}, true, "qcow2"},
-		{"immediate, Filesystem on xfs, bind, raw.gz", lab.Class{Populate: "bind", FSType: "xfs"}, false, "raw.gz"},
+		{"immediate, Filesystem on xfs, bind, vdi.gz", lab.Class{Populate: "bind", FSType: "xfs"}, false, "vdi.gz"},
 		{"immediate, Block, bind, raw", lab.Class{}, true, "raw"},
 		{"immediate, Filesystem, stage, qcow2", lab.Class{Populate: "stage"}, false, "qcow2"},
-		{"immediate, Block, stage, raw.gz", lab.Class{Populate: "stage"}, true, "raw.gz"},
+		{"immediate, Block, stage, qcow2.xz", lab.Class{Populate: "stage"}, true, "qcow2.xz"},
 	}
 	img := lab.Serve(t, lab.Image{Bytes: 48*mib + 1536})
 	for _, r := range rows {

@@ -39,7 +39,8 @@ type Image struct {
 	User, Password string
 }
 
-// Served is a disk image on a web server of its own in the formats raw, qcow2 and raw.gz.
+// Served is a disk image on a web server of its own in the formats raw, qcow2,
+// raw.gz, qcow2.xz and vdi.gz.
 type Served struct {
 	*peers.NginxServer
 	Bytes  int64
@@ -71,6 +72,9 @@ func Serve(t testing.TB, i Image) *Served {
 	if err := compress(raw, filepath.Join(s.Root, "disk.raw.gz")); err != nil {
 		t.Fatal(err)
 	}
+	Tool(t, s.Root, "xz", "-0", "--keep", "disk.qcow2")
+	Tool(t, s.Root, "qemu-img", "convert", "-f", "raw", "-O", "vdi", raw, "disk.vdi")
+	Tool(t, s.Root, "gzip", "-1", "disk.vdi")
 	return s
 }
 
