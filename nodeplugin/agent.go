@@ -102,6 +102,7 @@ func (a *Agent) Populate(ctx context.Context, r *agentv1.PopulateRequest) (*agen
 		Recipe: Recipe{
 			Source:      source.Spec{Kind: r.GetSourceKind(), Params: r.GetSourceParams()},
 			Format:      r.GetFormat(),
+			Disk:        r.GetDisk(),
 			Preallocate: r.GetPreallocate(),
 			Digest:      content,
 			Cluster:     cluster,

@@ -34,6 +34,8 @@ type Recipe struct {
 	Source source.Spec
 	// Format of the image where the user names it, else "".
 	Format string
+	// Disk of a bundle where the user chooses one, else "".
+	Disk string
 	// Preallocate reserves every block of the volume.
 	Preallocate bool
 	// Digest names the recipe without its credentials: a volume that was partly
@@ -241,7 +243,7 @@ func (r *filling) attempt(ctx context.Context) error {
 		return err
 	}
 	j := mover.Job{
-		Source: r.job.Recipe.Source, Format: r.job.Recipe.Format, TargetBytes: r.job.TargetBytes,
+		Source: r.job.Recipe.Source, Format: r.job.Recipe.Format, Disk: r.job.Recipe.Disk, TargetBytes: r.job.TargetBytes,
 		KnownZero: r.journal.Zeroed, KeepAllocated: r.job.Recipe.Preallocate, Done: r.journal.Done,
 	}
 	if r.journal.Validator != nil {

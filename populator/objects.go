@@ -64,6 +64,7 @@ func ImportOf(source *cdiv1.VolumeImportSource, mode v1alpha1.PopulateMode) *v1a
 		ContentType:   source.Spec.ContentType,
 		Preallocation: source.Spec.Preallocation != nil && *source.Spec.Preallocation,
 		Format:        source.Annotations[AnnotationImageFormat],
+		Disk:          source.Annotations[AnnotationImageDisk],
 	}
 }
 

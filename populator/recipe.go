@@ -42,6 +42,10 @@ const (
 // cannot be recognised: raw, for a disk that bears no signature.
 const AnnotationImageFormat = "longshore.dev/image-format"
 
+// AnnotationImageDisk on a VolumeImportSource chooses one of several disks in a tar or
+// OVA: by its file's name, its id in the OVA's description or its number from 1.
+const AnnotationImageDisk = "longshore.dev/image-disk"
+
 const formatRaw = "raw"
 
 var checksumLengths = map[string]int{"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
@@ -194,6 +198,8 @@ type Recipe struct {
 	Content string
 	// Format of the image where the source's author names it; "" has it recognised.
 	Format string
+	// Disk of a bundle where the source's author chooses one.
+	Disk string
 	// Reach is as of now, and no part of what the digests stand for.
 	Reach Reach
 }
@@ -236,7 +242,7 @@ type httpParams struct {
 // RecipeOf puts source and material together. key makes the digest one that
 // nobody can use to guess a password; retry is the claim's annotation.
 func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe, *Problem) {
-	r := &Recipe{Preallocate: i.Preallocation, Format: i.Format}
+	r := &Recipe{Preallocate: i.Preallocation, Format: i.Format, Disk: i.Disk}
 	var params any = struct{}{}
 	switch s := i.Source; {
 	case s == nil:
@@ -256,8 +262,8 @@ func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe
 	if r.Params, err = json.Marshal(params); err != nil {
 		return nil, terminal(ReasonInvalidSource, "the source's parameters are no JSON: %v", err)
 	}
-	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format)
-	content := []string{r.Kind, r.Format}
+	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format, r.Disk)
+	content := []string{r.Kind, r.Format, r.Disk}
 	if h := i.Source.HTTP; h != nil {
 		content = append(content, h.URL)
 	}

@@ -89,12 +89,12 @@ func TestCheckSource(t *testing.T) {
 // The one format that a person may name is raw.
 func TestImageFormat(t *testing.T) {
 	source := &cdiv1.VolumeImportSource{Spec: http(nil)}
-	source.Annotations = map[string]string{AnnotationImageFormat: "raw"}
+	source.Annotations = map[string]string{AnnotationImageFormat: "raw", AnnotationImageDisk: "vm-disk1.vmdk"}
 	if p := CheckSource(source); p != nil {
 		t.Errorf("raw: %+v", p)
 	}
 	i := ImportOf(source, v1alpha1.PopulateBind)
-	if r, problem := RecipeOf(i, Material{}, "", nil); problem != nil || r.Format != "raw" {
+	if r, problem := RecipeOf(i, Material{}, "", nil); problem != nil || r.Format != "raw" || r.Disk != "vm-disk1.vmdk" {
 		t.Errorf("the recipe is %+v, %v", r, problem)
 	}
 	for _, format := range []string{"qcow2", "Raw", "auto"} {
@@ -254,6 +254,8 @@ func TestDigests(t *testing.T) {
 	elsewhere.Source.HTTP.URL += "2"
 	raw := i.DeepCopy()
 	raw.Format = "raw"
+	second := i.DeepCopy()
+	second.Disk = "2"
 	allocated := i.DeepCopy()
 	allocated.Preallocation = true
 	base, _ := RecipeOf(i, material("a"), "", []byte("key"))
@@ -270,6 +272,7 @@ func TestDigests(t *testing.T) {
 		{"preallocation", allocated, "a", "", "key", false, true},
 		{"the URL", elsewhere, "a", "", "key", false, false},
 		{"the format", raw, "a", "", "key", false, false},
+		{"the disk of a bundle", second, "a", "", "key", false, false},
 		{"the key", i, "a", "", "other", false, false},
 	} {
 		got, problem := RecipeOf(r.i, material(r.password), r.retry, []byte(r.key))

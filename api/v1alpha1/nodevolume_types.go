@@ -118,6 +118,9 @@ type Import struct {
 	// it: raw. Empty has it recognised.
 	// +optional
 	Format string `json:"format,omitempty"`
+	// Disk of a bundle (tar, OVA) that the source's annotation longshore.dev/image-disk names.
+	// +optional
+	Disk string `json:"disk,omitempty"`
 }
 
 // NodeVolumePhase sums a NodeVolume up for people; nothing decides on it.

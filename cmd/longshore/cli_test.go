@@ -145,6 +145,25 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 			t.Errorf("left beside the target: %v, %v", left, err)
 		}
 	})
+	t.Run("one of two disks in a tar", func(t *testing.T) {
+		dir := t.TempDir()
+		other := images.Raw(t, 4, 1<<20)
+		for name, b := range map[string][]byte{"a.img": other.Content, "b.img": raw.Content} {
+			if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		tar, target := images.PackTar(t, "ustar", dir, "a.img", "b.img"), filepath.Join(t.TempDir(), "disk.raw")
+		r := longshore(t, "import", tar, target).must(t, 3)
+		if !strings.Contains(r.stderr, `(--disk): 1: "a.img", 2: "b.img"`) {
+			t.Errorf("stderr: %s", r.stderr)
+		}
+		longshore(t, "import", "--disk", "b.img", tar, target).must(t, 0)
+		equal(t, target, raw.Content)
+		if r := longshore(t, "inspect", "--disk", "1", tar).must(t, 0); !strings.Contains(r.stdout, "a.img") || !strings.Contains(r.stdout, "1048576 bytes") {
+			t.Errorf("stdout: %s", r.stdout)
+		}
+	})
 	t.Run("grown", func(t *testing.T) {
 		target := filepath.Join(t.TempDir(), "disk.raw")
 		longshore(t, "import", "--size", "8Mi", "--preallocate", raw.Path, target).must(t, 0)

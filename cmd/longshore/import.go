@@ -160,7 +160,7 @@ func (t *transfer) look(ctx context.Context, spec source.Spec, show *display) (i
 			return fmt.Errorf("open source: %w", err)
 		}
 		defer blob.Close()
-		opened, err := image.Open(ctx, blob, image.Options{Format: t.from.format})
+		opened, err := image.Open(ctx, blob, image.Options{Format: t.from.format, Disk: t.from.disk})
 		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool {
 			info = image.Info{VirtualSize: -1, AllocatedBytes: -1} // it is known once the image is unpacked
 			return nil
@@ -213,7 +213,7 @@ func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show 
 	deps := mover.Deps{Kinds: localSources, Dial: dial, Target: out.disk, Ledger: out, Moved: &out.moved}
 	err = t.patiently(ctx, show, func() int64 { return out.journal.Done.Bytes() }, func() error {
 		var err error
-		facts, err = mover.Run(ctx, deps, out.job(spec, t.from.format))
+		facts, err = mover.Run(ctx, deps, out.job(spec, t.from))
 		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool && deps.Spool == nil {
 			show.say("the image comes only from its beginning to its end, and has to be read in another order: it is unpacked to a temporary file first")
 			spool, cerr := out.spool()
@@ -222,7 +222,7 @@ func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show 
 			}
 			defer spool.Close()
 			if deps.Spool, err = mover.NewSpool([]*os.File{spool}, spoolBytes, spoolBytes); err == nil {
-				facts, err = mover.Run(ctx, deps, out.job(spec, t.from.format))
+				facts, err = mover.Run(ctx, deps, out.job(spec, t.from))
 			}
 			deps.Spool = nil
 		}
@@ -454,10 +454,10 @@ func (o *output) load(id, recipe string, bytes int64) error {
 }
 
 // job is what is left to do.
-func (o *output) job(spec source.Spec, format string) mover.Job {
+func (o *output) job(spec source.Spec, from origin) mover.Job {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	j := mover.Job{Source: spec, TargetBytes: o.journal.Bytes, KnownZero: o.fresh, KeepAllocated: o.disk.KeepAllocated, Format: format, Done: o.journal.Done}
+	j := mover.Job{Source: spec, TargetBytes: o.journal.Bytes, KnownZero: o.fresh, KeepAllocated: o.disk.KeepAllocated, Format: from.format, Disk: from.disk, Done: o.journal.Done}
 	if o.journal.Validator != nil {
 		facts, err := factsOf(o.journal)
 		if err == nil {

@@ -19,6 +19,8 @@ type inspection struct {
 	LastModified       string   `json:"lastModified,omitempty"`
 	Format             string   `json:"format"`
 	Compression        string   `json:"compression,omitempty"`
+	Bundle             string   `json:"bundle,omitempty"`
+	Disk               string   `json:"disk,omitempty"`
 	ClusterCompression string   `json:"clusterCompression,omitempty"`
 	VirtualSizeBytes   *int64   `json:"virtualSizeBytes"`
 	AllocatedBytes     *int64   `json:"allocatedBytes"`
@@ -47,7 +49,7 @@ size, allocated bytes, compression, warnings. Only headers and metadata are read
 				return fmt.Errorf("open source: %w", err)
 			}
 			defer blob.Close()
-			opened, err := image.Open(cmd.Context(), blob, image.Options{Format: from.format})
+			opened, err := image.Open(cmd.Context(), blob, image.Options{Format: from.format, Disk: from.disk})
 			if err != nil {
 				return fmt.Errorf("open image: %w", err)
 			}
@@ -59,7 +61,7 @@ size, allocated bytes, compression, warnings. Only headers and metadata are read
 			v := blob.Validator()
 			return print(cmd.OutOrStdout(), output, inspection{
 				Source: redacted(args[0]), SourceBytes: known(blob.Size()), ETag: v.ETag, LastModified: v.LastModified,
-				Format: info.Format, Compression: info.Compression, ClusterCompression: info.ClusterCompression,
+				Format: info.Format, Compression: info.Compression, Bundle: info.Bundle, Disk: info.Disk, ClusterCompression: info.ClusterCompression,
 				VirtualSizeBytes: known(info.VirtualSize), AllocatedBytes: known(info.AllocatedBytes),
 				Warnings: append([]string{}, info.Warnings...),
 			})
@@ -94,6 +96,8 @@ func print(w io.Writer, output string, i inspection) error {
 	row("source size", bytesOrUnknown(i.SourceBytes))
 	row("format", i.Format)
 	row("compression", i.Compression)
+	row("bundle", i.Bundle)
+	row("disk", i.Disk)
 	row("cluster compression", i.ClusterCompression)
 	row("virtual size", bytesOrUnknown(i.VirtualSizeBytes))
 	row("allocated", bytesOrUnknown(i.AllocatedBytes))

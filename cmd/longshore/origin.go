@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -22,9 +23,13 @@ import (
 // dial connects with the rights of the person who runs the command.
 var dial = broker.Broker{Policy: broker.AllowAll()}.DialContext
 
+// formats can be named by --format.
+var formats = []string{"raw", "iso", "qcow2", "vmdk", "vhd", "vhdx", "vdi"}
+
 // origin is what the flags of a SOURCE say.
 type origin struct {
 	format             string
+	disk               string
 	user               string
 	passwordFile       string
 	headers            []string
@@ -33,7 +38,8 @@ type origin struct {
 }
 
 func (o *origin) flags(f *pflag.FlagSet) {
-	f.StringVar(&o.format, "format", "", "format of the image, raw or qcow2; empty: recognise it")
+	f.StringVar(&o.format, "format", "", "format of the image: "+strings.Join(formats, ", ")+"; empty: recognise it")
+	f.StringVar(&o.disk, "disk", "", "of several disks in a tar or OVA: the file's name, its id in the OVA or its number from 1")
 	f.StringVar(&o.user, "user", "", "user name for HTTP basic authentication")
 	f.StringVar(&o.passwordFile, "password-file", "", "file with the password of --user in its first line")
 	f.StringArrayVar(&o.headers, "header", nil, `further header of each HTTP request, "Name: value" (repeatable); sent to no other host`)
@@ -44,10 +50,8 @@ func (o *origin) flags(f *pflag.FlagSet) {
 // spec is the source that arg, a URL or a path, and the flags name; its errors
 // are wrong uses.
 func (o *origin) spec(arg string) (source.Spec, error) {
-	switch o.format {
-	case "", "raw", "qcow2":
-	default:
-		return source.Spec{}, fmt.Errorf("format %q: use raw or qcow2", o.format)
+	if o.format != "" && !slices.Contains(formats, o.format) {
+		return source.Spec{}, fmt.Errorf("format %q: use one of %s", o.format, strings.Join(formats, ", "))
 	}
 	scheme, _, isURL := strings.Cut(arg, "://")
 	if !isURL {
@@ -100,7 +104,7 @@ func (o *origin) recipe(arg string) (string, error) {
 	} else if arg, err = filepath.Abs(arg); err != nil {
 		return "", err
 	}
-	sum := sha256.Sum256([]byte(o.format + "\n" + arg))
+	sum := sha256.Sum256([]byte(o.format + "\n" + o.disk + "\n" + arg))
 	return hex.EncodeToString(sum[:]), nil
 }
 

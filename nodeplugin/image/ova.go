@@ -281,7 +281,7 @@ func choose(disks []bundled, want string) (bundled, error) {
 	if want != "" {
 		which = matches + quote(want)
 	}
-	return bundled{}, fault.Terminal(fault.InvalidSource, fmt.Errorf("%s, and %s: choose one by name or number: %s", has, which, strings.Join(list, ", ")))
+	return bundled{}, fault.Terminal(fault.InvalidSource, fmt.Errorf("%s, and %s: choose one by name or number (the annotation longshore.dev/image-disk on the VolumeImportSource, or --disk): %s", has, which, strings.Join(list, ", ")))
 }
 
 // open opens a disk, and tells which files it is in.

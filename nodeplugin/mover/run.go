@@ -38,6 +38,8 @@ type Job struct {
 	KeepAllocated bool `json:"keepAllocated"`
 	// Format of the image where it is known, else "".
 	Format string `json:"format,omitempty"`
+	// Disk of a bundle where it is chosen, else "".
+	Disk string `json:"disk,omitempty"`
 	// Spool is empty, or files as long as the target, beside it, that may hold
 	// SpoolBytes in all; only a Launcher looks at it.
 	Spool      []*os.File `json:"-"`
@@ -110,7 +112,7 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 		return Facts{}, fmt.Errorf("open source: %w", err)
 	}
 	defer blob.Close()
-	opened, err := image.Open(ctx, blob, image.Options{Format: formatOf(blob, j), Spool: d.Spool})
+	opened, err := image.Open(ctx, blob, image.Options{Format: formatOf(blob, j), Disk: j.Disk, Spool: d.Spool})
 	if err != nil {
 		return Facts{}, fmt.Errorf("open image: %w", err)
 	}

@@ -573,7 +573,10 @@ type PopulateRequest struct {
 	ClusterNetworks []string `protobuf:"bytes,8,rep,name=cluster_networks,json=clusterNetworks,proto3" json:"cluster_networks,omitempty"`
 	OwnServices     []string `protobuf:"bytes,9,rep,name=own_services,json=ownServices,proto3" json:"own_services,omitempty"`
 	// Format of the image where a person names it: "raw". "" has it recognised.
-	Format        string `protobuf:"bytes,10,opt,name=format,proto3" json:"format,omitempty"`
+	Format string `protobuf:"bytes,10,opt,name=format,proto3" json:"format,omitempty"`
+	// Which disk of a bundle (tar, OVA): its file's name, its id or its number from 1;
+	// "" for the only one.
+	Disk          string `protobuf:"bytes,11,opt,name=disk,proto3" json:"disk,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -674,6 +677,13 @@ func (x *PopulateRequest) GetOwnServices() []string {
 func (x *PopulateRequest) GetFormat() string {
 	if x != nil {
 		return x.Format
+	}
+	return ""
+}
+
+func (x *PopulateRequest) GetDisk() string {
+	if x != nil {
+		return x.Disk
 	}
 	return ""
 }
@@ -1214,7 +1224,7 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x18\n" +
-	"\x16DeleteSnapshotResponse\"\xb7\x02\n" +
+	"\x16DeleteSnapshotResponse\"\xcb\x02\n" +
 	"\x0fPopulateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
 	"\vsource_kind\x18\x02 \x01(\tR\n" +
@@ -1227,7 +1237,8 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x10cluster_networks\x18\b \x03(\tR\x0fclusterNetworks\x12!\n" +
 	"\fown_services\x18\t \x03(\tR\vownServices\x12\x16\n" +
 	"\x06format\x18\n" +
-	" \x01(\tR\x06format\"\x0e\n" +
+	" \x01(\tR\x06format\x12\x12\n" +
+	"\x04disk\x18\v \x01(\tR\x04disk\"\x0e\n" +
 	"\fWatchRequest\"\x97\x01\n" +
 	"\x06Report\x12.\n" +
 	"\x05pools\x18\x01 \x03(\v2\x18.longshore.agent.v1.PoolR\x05pools\x124\n" +
