@@ -157,7 +157,7 @@ func check() error {
 }
 
 func start(ctx context.Context) (*cluster.Cluster, error) {
-	defer step("A Kubernetes of one node (the first time it is compiled, which takes about twenty minutes on two cores)")()
+	defer step("A Kubernetes of one node (the first time it is compiled, which takes ten to twenty minutes on two cores)")()
 	c, err := cluster.Up(ctx, cluster.Options{Dir: filepath.Join(dir, "cluster"), Log: indented(os.Stdout), Reuse: true})
 	if held := (*cluster.HeldError)(nil); errors.As(err, &held) {
 		return nil, fmt.Errorf("this machine has room for one cluster and another is up (%w): end it first", err)
