@@ -103,6 +103,7 @@ func (a *Agent) Populate(ctx context.Context, r *agentv1.PopulateRequest) (*agen
 			Source:      source.Spec{Kind: r.GetSourceKind(), Params: r.GetSourceParams()},
 			Format:      r.GetFormat(),
 			Disk:        r.GetDisk(),
+			Checksum:    r.GetChecksum(),
 			Preallocate: r.GetPreallocate(),
 			Digest:      content,
 			Cluster:     cluster,

@@ -36,6 +36,8 @@ type Recipe struct {
 	Format string
 	// Disk of a bundle where the user chooses one, else "".
 	Disk string
+	// Checksum of the source's bytes, "algorithm:hex"; "" is none.
+	Checksum string
 	// Preallocate reserves every block of the volume.
 	Preallocate bool
 	// Digest names the recipe without its credentials: a volume that was partly
@@ -185,6 +187,12 @@ func (f *Filler) Fill(ctx context.Context, job Job, report func(Progress)) (Resu
 			}
 			f = fault.Of(err)
 		}
+		if f.Reason == fault.ChecksumMismatch {
+			// Whatever came is not what was meant: nothing of it stays.
+			if err := errors.Join(r.restart(false), r.prepare()); err != nil {
+				return Result{}, err
+			}
+		}
 		if err := r.recover(ctx, f); err != nil {
 			return Result{}, err
 		}
@@ -204,7 +212,8 @@ type filling struct {
 	progress Progress
 	rate     rate
 	facts    mover.Facts // of the last mover
-	readMark int64       // the journal's Read when the current mover started
+	hash     mover.HashState
+	readMark int64 // the journal's Read when the current mover started
 
 	spool                      Spool // nil until it is needed
 	retries, fruitless, deaths int
@@ -244,6 +253,7 @@ func (r *filling) attempt(ctx context.Context) error {
 	}
 	j := mover.Job{
 		Source: r.job.Recipe.Source, Format: r.job.Recipe.Format, Disk: r.job.Recipe.Disk, TargetBytes: r.job.TargetBytes,
+		Checksum: r.job.Recipe.Checksum, HashState: mover.HashState{At: r.journal.HashAt, State: r.journal.HashState},
 		KnownZero: r.journal.Zeroed, KeepAllocated: r.job.Recipe.Preallocate, Done: r.journal.Done,
 	}
 	if r.journal.Validator != nil {
@@ -375,7 +385,10 @@ func (r *filling) restart(counts bool) error {
 		j.Restarts++
 	}
 	r.journal = j
-	r.tell(func(p *Progress) { p.BytesDone, p.BytesTotal, p.VirtualSize, p.Format = 0, -1, -1, "" })
+	r.tell(func(p *Progress) {
+		r.hash = mover.HashState{}
+		p.BytesDone, p.BytesTotal, p.VirtualSize, p.Format = 0, -1, -1, ""
+	})
 	return r.save()
 }
 
@@ -484,6 +497,13 @@ func (r *filling) Commit(_ context.Context, ranges []extent.Range) error {
 	return r.save()
 }
 
+// Hashed is mover.Node's.
+func (r *filling) Hashed(s mover.HashState) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.hash = s
+}
+
 // Moved is mover.Node's.
 func (r *filling) Moved(done, read int64) {
 	r.tell(func(p *Progress) {
@@ -521,6 +541,9 @@ func (r *filling) tell(change func(*Progress)) {
 func (r *filling) save() error {
 	r.mu.Lock()
 	r.journal.Read = max(r.journal.Read, r.progress.BytesRead)
+	if r.hash.At > 0 {
+		r.journal.HashAt, r.journal.HashState = r.hash.At, r.hash.State
+	}
 	r.mu.Unlock()
 	return targetFault(r.journal.Save(r.job.Journal))
 }

@@ -136,7 +136,7 @@ func checkHTTP(h *cdiv1.DataVolumeSourceHTTP) *Problem {
 	if m == nil || len(m[2]) != checksumLengths[m[1]] {
 		return terminal(ReasonInvalidSource, "spec.source.http.checksum is %q: give algorithm:hex with md5, sha1, sha256 or sha512", h.Checksum)
 	}
-	return terminal(ReasonSourceNotSupported, "spec.source.http.checksum is not supported yet: leave it out")
+	return nil
 }
 
 var headerPattern = regexp.MustCompile("^[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\x00]*$")
@@ -200,6 +200,8 @@ type Recipe struct {
 	Format string
 	// Disk of a bundle where the source's author chooses one.
 	Disk string
+	// Checksum that the source's bytes must have, "algorithm:hex"; "" is none.
+	Checksum string
 	// Reach is as of now, and no part of what the digests stand for.
 	Reach Reach
 }
@@ -262,7 +264,10 @@ func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe
 	if r.Params, err = json.Marshal(params); err != nil {
 		return nil, terminal(ReasonInvalidSource, "the source's parameters are no JSON: %v", err)
 	}
-	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format, r.Disk)
+	if h := i.Source.HTTP; h != nil {
+		r.Checksum = h.Checksum
+	}
+	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format, r.Disk, r.Checksum)
 	content := []string{r.Kind, r.Format, r.Disk}
 	if h := i.Source.HTTP; h != nil {
 		content = append(content, h.URL)

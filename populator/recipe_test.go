@@ -65,7 +65,7 @@ func TestCheckSource(t *testing.T) {
 		{"no host", url("https:///disk"), "InvalidSource", "host"},
 		{"a header without a colon", http(func(h *cdiv1.DataVolumeSourceHTTP) { h.ExtraHeaders = []string{"X-Token"} }), "InvalidSource", "extraHeaders"},
 		{"a header that is two", http(func(h *cdiv1.DataVolumeSourceHTTP) { h.ExtraHeaders = []string{"A: b\r\nHost: evil"} }), "InvalidSource", "extraHeaders"},
-		{"a checksum", sum("md5:" + strings.Repeat("a", 32)), "SourceNotSupported", "checksum"},
+		{"a checksum", sum("md5:" + strings.Repeat("a", 32)), "", ""},
 		{"a checksum of the wrong length", sum("sha256:" + strings.Repeat("a", 32)), "InvalidSource", "algorithm:hex"},
 		{"a checksum of an unknown kind", sum("crc32:aaaaaaaa"), "InvalidSource", "algorithm:hex"},
 	}
@@ -256,6 +256,8 @@ func TestDigests(t *testing.T) {
 	raw.Format = "raw"
 	second := i.DeepCopy()
 	second.Disk = "2"
+	summed := i.DeepCopy()
+	summed.Source.HTTP.Checksum = "md5:" + strings.Repeat("a", 32)
 	allocated := i.DeepCopy()
 	allocated.Preallocation = true
 	base, _ := RecipeOf(i, material("a"), "", []byte("key"))
@@ -273,6 +275,7 @@ func TestDigests(t *testing.T) {
 		{"the URL", elsewhere, "a", "", "key", false, false},
 		{"the format", raw, "a", "", "key", false, false},
 		{"the disk of a bundle", second, "a", "", "key", false, false},
+		{"the checksum", summed, "a", "", "key", false, true},
 		{"the key", i, "a", "", "other", false, false},
 	} {
 		got, problem := RecipeOf(r.i, material(r.password), r.retry, []byte(r.key))

@@ -3,6 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -163,6 +164,27 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 		if r := longshore(t, "inspect", "--disk", "1", tar).must(t, 0); !strings.Contains(r.stdout, "a.img") || !strings.Contains(r.stdout, "1048576 bytes") {
 			t.Errorf("stdout: %s", r.stdout)
 		}
+	})
+	t.Run("with a checksum", func(t *testing.T) {
+		target := filepath.Join(t.TempDir(), "disk.raw")
+		longshore(t, "import", "--checksum", "sha256:12", raw.Path, target).must(t, 2)
+		right := fmt.Sprintf("sha256:%x", sha256.Sum256(raw.Content))
+		wrong := strings.Repeat("0", 64)
+		r := longshore(t, "import", "--checksum", "sha256:"+wrong, raw.Path, target).must(t, 3)
+		if !strings.Contains(r.stderr, right) || !strings.Contains(r.stderr, wrong) {
+			t.Errorf("stderr: %s", r.stderr)
+		}
+		if left, err := os.ReadDir(filepath.Dir(target)); err != nil || len(left) != 0 {
+			t.Errorf("left of it: %v, %v", left, err)
+		}
+		longshore(t, "import", "--checksum", right, raw.Path, target).must(t, 0)
+		equal(t, target, raw.Content)
+		longshore(t, "import", "--force", "--checksum", "sha256:"+wrong, raw.Path, target).must(t, 3)
+		if b, err := os.ReadFile(target); err != nil || len(bytes.Trim(b, "\x00")) > 0 {
+			t.Errorf("the bytes of a wrong source stay: %v", err)
+		}
+		longshore(t, "import", web.Put("sum.raw", raw.Content), "--force", "--checksum", right, target).must(t, 0)
+		equal(t, target, raw.Content)
 	})
 	t.Run("grown", func(t *testing.T) {
 		target := filepath.Join(t.TempDir(), "disk.raw")

@@ -69,6 +69,7 @@ something must be changed; 4 failed for now, try again; 130 interrupted.`,
 	f := cmd.Flags()
 	t.from.flags(f)
 	f.StringVar(&t.journalPath, "journal", "", "path of the journal (default: TARGET.longshore-journal; for a device, in the user's cache folder)")
+	f.StringVar(&t.from.checksum, "checksum", "", "that SOURCE, as it is served, must have: md5, sha1, sha256 or sha512, a colon and hex digits")
 	f.BoolVar(&t.force, "force", false, "overwrite a target that is not empty")
 	f.StringVar(&t.size, "size", "", "grow the disk to this size: bytes, or with a unit as in 10Gi")
 	f.BoolVar(&t.preallocate, "preallocate", false, "allocate the whole file, so that it cannot run out of space later")
@@ -82,6 +83,11 @@ func (t *transfer) run(cmd *cobra.Command) error {
 	spec, err := t.from.spec(t.source)
 	if err != nil {
 		return usage(cmd, err)
+	}
+	if sum := t.from.checksum; sum != "" {
+		if err := mover.CheckChecksum(sum); err != nil {
+			return usage(cmd, err)
+		}
 	}
 	recipe, err := t.from.recipe(t.source)
 	if err != nil {
@@ -229,6 +235,9 @@ func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show 
 		// What is written counts, whatever ended the run.
 		if cerr := out.commit(); cerr != nil {
 			return errors.Join(err, cerr)
+		}
+		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.ChecksumMismatch {
+			return errors.Join(err, out.discard())
 		}
 		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.SourceChanged {
 			if out.journal.Restarts > 0 {
@@ -457,7 +466,8 @@ func (o *output) load(id, recipe string, bytes int64) error {
 func (o *output) job(spec source.Spec, from origin) mover.Job {
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	j := mover.Job{Source: spec, TargetBytes: o.journal.Bytes, KnownZero: o.fresh, KeepAllocated: o.disk.KeepAllocated, Format: from.format, Disk: from.disk, Done: o.journal.Done}
+	j := mover.Job{Source: spec, TargetBytes: o.journal.Bytes, KnownZero: o.fresh, KeepAllocated: o.disk.KeepAllocated, Format: from.format, Disk: from.disk, Done: o.journal.Done,
+		Checksum: from.checksum, HashState: mover.HashState{At: o.journal.HashAt, State: o.journal.HashState}}
 	if o.journal.Validator != nil {
 		facts, err := factsOf(o.journal)
 		if err == nil {
@@ -500,6 +510,13 @@ func (o *output) Done(_ context.Context, off, n int64) error {
 	return o.commitLocked()
 }
 
+// Hashed notes how far the checksum has come.
+func (o *output) Hashed(s mover.HashState) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.journal.HashAt, o.journal.HashState = s.At, s.State
+}
+
 // Flush commits all that is written.
 func (o *output) Flush(context.Context) error { return o.commit() }
 
@@ -535,6 +552,20 @@ func (o *output) restart() error {
 	o.journal = &journal.Journal{Target: old.Target, Recipe: old.Recipe, Bytes: old.Bytes, VirtualBytes: -1, Restarts: old.Restarts + 1, Soiled: true}
 	o.fresh = false
 	return o.save()
+}
+
+// discard makes zeros of what came and is not what was meant.
+func (o *output) discard() error {
+	if err := o.restart(); err != nil {
+		return err
+	}
+	if o.made {
+		return nil // it goes as a whole
+	}
+	if err := errors.Join(o.disk.Zero(0, o.journal.Bytes), o.disk.Sync()); err != nil {
+		return targetFault(err)
+	}
+	return targetFault(journal.Remove(o.journalPath))
 }
 
 // finish gives the target its final size, returns that, and takes the journal away.

@@ -30,6 +30,7 @@ var formats = []string{"raw", "iso", "qcow2", "vmdk", "vhd", "vhdx", "vdi"}
 type origin struct {
 	format             string
 	disk               string
+	checksum           string // of imports
 	user               string
 	passwordFile       string
 	headers            []string

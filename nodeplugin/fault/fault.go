@@ -12,6 +12,7 @@ const (
 	AddressNotAllowed  = "AddressNotAllowed"  // the fetch policy refuses the address
 	BackingFile        = "BackingFile"        // the image refers to another file for its content
 	CertificateError   = "CertificateError"   // the server's certificate is not trusted
+	ChecksumMismatch   = "ChecksumMismatch"   // the source's bytes are not those that were promised
 	ConnectionFailed   = "ConnectionFailed"   // no connection, or it broke
 	CorruptImage       = "CorruptImage"       // the image contradicts itself
 	EncryptedImage     = "EncryptedImage"     // the image needs a key

@@ -51,15 +51,21 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 			return nil, err
 		}
 	}
-	if blocks != nil && blocks.count() > 1 {
+	if blocks != nil && blocks.count() > 1 && o.Pass == nil {
 		return openBlocked(ctx, blocks, c, o)
 	}
-	src := newReadAhead(ctx, b)
+	var src io.ReadCloser = newReadAhead(ctx, b, 0, readAheadDepth)
+	var tapped *passed
+	if o.Pass != nil {
+		tapped = o.Pass.stream(src, 0)
+		src = tapped
+	}
 	opened, err := openPacked(ctx, src, c, o)
 	if err != nil {
 		src.Close()
 		return nil, err
 	}
+	opened.passed = tapped
 	switch {
 	case blocks != nil:
 		opened.Info.AtLeast = max(opened.Info.AtLeast, blocks.Size())
@@ -104,7 +110,7 @@ func openBlocked(ctx context.Context, blocks *blocked, c compression, o Options)
 		blocks.Close()
 		return nil, fmt.Errorf("inside %s: %w", c.name, err)
 	}
-	opened.Info.Compression, opened.blocks = c.name, blocks
+	opened.Info.Compression, opened.blocks, opened.below = c.name, blocks, blocks
 	return opened, nil
 }
 

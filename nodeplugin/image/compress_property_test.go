@@ -130,11 +130,12 @@ func readAll(t *testing.T, opened *image.Opened, size int) ([]byte, error) {
 	var err error
 	if opened.Disk != nil {
 		n = opened.Disk.Size()
-		if err = blockcopy.Copy(t.Context(), dst, opened.Disk, o); err == nil {
-			err = opened.Verify(t.Context())
-		}
+		err = blockcopy.Copy(t.Context(), dst, opened.Disk, o)
 	} else {
 		n, err = blockcopy.CopyStream(t.Context(), dst, opened.Stream, o)
+	}
+	if err == nil {
+		err = opened.Verify(t.Context())
 	}
 	if err != nil {
 		return nil, err

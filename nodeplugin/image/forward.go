@@ -61,9 +61,9 @@ func openForward(ctx context.Context, stream io.ReadCloser, size int64, f format
 	if opened, err = openAs(ctx, t, f, o); err != nil {
 		return nil, err
 	}
-	opened.Info.Compression, opened.tape = compression, t
+	opened.Info.Compression, opened.tape, opened.below = compression, t, stream
 	if !whole {
-		opened.Disk = passing{opened.Disk.(*mapped)}
+		opened.Disk = passing{opened.Disk}
 	}
 	t.leap = math.MaxInt64
 	return opened, nil
@@ -87,6 +87,11 @@ type tape struct {
 	leap int64
 	err  error
 	kept []tapeKept // the one that was used last at the end
+
+	// blob, where there is one, has what has passed too long ago, what is far ahead, and
+	// what lies before start, where the stream begins.
+	blob  Ranged
+	start int64
 }
 
 type tapeKept struct {
@@ -111,6 +116,9 @@ func (t *tape) Size() int64 {
 // ReadAtContext returns the fault NeedsSpool for what has passed too long ago. It
 // ends with the context of the stream.
 func (t *tape) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
+	if t.blob != nil && t.apart(off) {
+		return t.blob.ReadAtContext(ctx, p, off)
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if err := ctx.Err(); err != nil {
@@ -132,6 +140,9 @@ func (t *tape) ReadAtContext(ctx context.Context, p []byte, off int64) (int, err
 			continue
 		}
 		if at < t.pos-tapeBytes {
+			if t.blob != nil { // it has just passed
+				return t.blob.ReadAtContext(ctx, p, off)
+			}
 			return 0, needsSpool(fmt.Errorf("byte %d is wanted after byte %d", at, t.pos))
 		}
 		done += int64(copy(p[done:min(n, page+tapePage-off)], t.ring[at%tapeBytes:]))
@@ -141,6 +152,13 @@ func (t *tape) ReadAtContext(ctx context.Context, p []byte, off int64) (int, err
 		return int(n), needsSpool(fmt.Errorf("byte %d is wanted of a file of %d", end, t.size))
 	}
 	return int(n), nil
+}
+
+// apart says that byte off is better read apart.
+func (t *tape) apart(off int64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return off < max(t.start, t.pos-tapeBytes) || off > t.pos+tapeLeap
 }
 
 // keep holds on to the pages of n bytes at off, which have just been read.
@@ -154,8 +172,8 @@ func (t *tape) keep(off, n int64) {
 		case i >= 0:
 			k = t.kept[i]
 			t.kept = slices.Delete(t.kept, i, i+1)
-		case page < t.pos-tapeBytes:
-			continue
+		case page < max(t.start, t.pos-tapeBytes), page+tapePage > t.pos && t.pos != t.size:
+			continue // it was read apart
 		default:
 			if len(t.kept) == tapePages {
 				k.b = t.kept[0].b
@@ -209,7 +227,7 @@ func (t *tape) rest(ctx context.Context) error {
 
 // passing is a disk that is read while its file passes: in order, and not asked for
 // what lies far ahead.
-type passing struct{ *mapped }
+type passing struct{ Disk }
 
 // Ahead is how far it may be read before what is in front of that; the rest of what
 // is kept is for what lies between in the file.
@@ -243,8 +261,8 @@ func openSpooled(ctx context.Context, stream io.ReadCloser, f format, compressio
 	if err != nil {
 		return nil, err
 	}
-	opened.Info.Compression = compression
-	return opened, stream.Close()
+	opened.Info.Compression, opened.below = compression, stream
+	return opened, nil
 }
 
 // spooled is the image in a spool.

@@ -80,6 +80,7 @@ func bigRaw(t *testing.T, size int64) images.Image {
 		rnd.Read(part)
 		copy(part[len(part)/2:], bytes.Repeat([]byte("longshore "), len(part)/20))
 	}
+	copy(img.Content[510:], "\x55\xaa")
 	if err := os.WriteFile(img.Path, img.Content, 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -49,6 +49,8 @@ type Options struct {
 	// Spool, where there is one, takes the image if it has to be read again and comes
 	// only once. Without one such an image is the fault NeedsSpool.
 	Spool Spool
+	// Pass, where there is one, has every byte of the blob go by, see Verify.
+	Pass *Pass
 }
 
 // knowing is a Blob whose source knows what it serves: the disk of a hypervisor,
@@ -106,6 +108,8 @@ type Opened struct {
 	Stream io.ReadCloser
 	blocks *blocked // what Disk reads from, where it is one of these
 	tape   *tape
+	passed *passed
+	below  io.Closer // what Disk reads from in the end
 	// Digests are what a bundle's manifest says of the files that the disk is in:
 	// whoever reads all of their bytes can compare them.
 	Digests []Digest
@@ -114,27 +118,29 @@ type Opened struct {
 // Close ends the stream, if there is one; the blob stays the caller's.
 func (o *Opened) Close() error {
 	var err error
-	if o.blocks != nil {
-		err = o.blocks.Close()
-	}
-	if o.tape != nil {
-		err = errors.Join(err, o.tape.src.Close())
-	}
-	if o.Stream != nil {
-		err = errors.Join(err, o.Stream.Close())
+	for _, c := range []io.Closer{o.below, o.Stream} {
+		if c != nil {
+			err = errors.Join(err, c.Close())
+		}
 	}
 	return err
 }
 
 // Verify compares what is left of the checks that are in the image, once the disk
-// has been read as far as it is needed. A stream that has come to its end, and a raw
-// disk that was read to its end, have no check left.
+// has been read as far as it is needed, and has what is left of the blob go by where
+// there is a Pass. A stream that has come to its end, and a raw disk that was read to
+// its end, have no check left.
 func (o *Opened) Verify(ctx context.Context) error {
-	switch {
-	case o.blocks != nil && o.blocks.keepRecent:
+	if o.blocks != nil && o.blocks.keepRecent {
 		return o.blocks.verify(ctx)
-	case o.tape != nil && o.Info.Compression != "":
-		return o.tape.rest(ctx)
+	}
+	if o.tape != nil && (o.Info.Compression != "" || o.passed != nil) {
+		if err := o.tape.rest(ctx); err != nil {
+			return err
+		}
+	}
+	if o.passed != nil {
+		return o.passed.rest(ctx)
 	}
 	return nil
 }
@@ -198,16 +204,27 @@ func openRanged(ctx context.Context, b Ranged, o Options) (*Opened, error) {
 	if b.Size() < 0 {
 		return nil, fault.Terminal(fault.SourceNotSupported, errors.New("the source can be read in ranges but does not tell its size"))
 	}
-	if saysRaw(b) {
-		return openRaw(b, "raw"), nil
+	h, f := headOf(ctx, b), format{name: "raw", opens: asRaw}
+	if !saysRaw(b) {
+		var err error
+		if f, err = o.recognise(h); err != nil {
+			return nil, err
+		}
 	}
-	h := headOf(ctx, b)
-	f, err := o.recognise(h)
-	if err != nil {
-		return nil, err
-	}
-	if f.opens == asCompressed {
+	switch {
+	case f.opens == asCompressed:
 		return openCompressed(ctx, b, compressionOf(f), h, o)
+	case o.Pass != nil && o.Pass.Pinned:
+		return openPassing(ctx, b, f, o)
+	case o.Pass != nil:
+		src := o.Pass.stream(newReadAhead(ctx, b, 0, passDepth), 0)
+		opened, err := openOnce(ctx, src, b.Size(), f, o)
+		if err != nil {
+			src.Close()
+			return nil, err
+		}
+		opened.passed = src
+		return opened, nil
 	}
 	return openAs(ctx, b, f, o)
 }
@@ -239,35 +256,45 @@ func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
+	var tapped *passed
+	if o.Pass != nil {
+		tapped = o.Pass.stream(stream, 0)
+		stream = tapped
+	}
 	opened, err := openStream(ctx, b.Size(), stream, o, saysRaw(b))
 	if err != nil {
 		stream.Close()
 		return nil, err
 	}
+	opened.passed = tapped
 	return opened, nil
 }
 
 func openStream(ctx context.Context, size int64, stream io.ReadCloser, o Options, sure bool) (*Opened, error) {
-	raw := func(r io.Reader, format string) *Opened {
-		return &Opened{
-			Info:   Info{Format: format, VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1},
-			Stream: both{r, stream},
-		}
-	}
 	if sure {
-		return raw(stream, "raw"), nil
+		return openOnce(ctx, stream, size, format{name: "raw", opens: asRaw}, o)
 	}
 	r := &peeker{r: stream}
 	f, err := o.recognise(head{first: r.peek})
-	switch {
-	case err != nil:
+	if err != nil {
 		return nil, err
-	case f.opens == asCompressed:
-		return openPacked(ctx, both{r, stream}, compressionOf(f), o)
-	case f.opens == asRaw:
-		return raw(r, f.name), nil
 	}
-	return openForward(ctx, both{r, stream}, size, f, "", o)
+	return openOnce(ctx, both{r, stream}, size, f, o)
+}
+
+// openOnce opens an image of format f that comes once. It takes stream over when it
+// returns no error.
+func openOnce(ctx context.Context, stream io.ReadCloser, size int64, f format, o Options) (*Opened, error) {
+	switch f.opens {
+	case asCompressed:
+		return openPacked(ctx, stream, compressionOf(f), o)
+	case asRaw:
+		return &Opened{
+			Info:   Info{Format: f.name, VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1},
+			Stream: stream,
+		}, nil
+	}
+	return openForward(ctx, stream, size, f, "", o)
 }
 
 func notThe(want, got string) error {

@@ -6,13 +6,14 @@ import (
 )
 
 const (
-	// readAheadPiece bytes are read by one request, readAheadDepth requests run at once.
+	// readAheadPiece bytes are read by one request, and usually readAheadDepth requests
+	// run at once.
 	readAheadPiece = 1 << 20
 	readAheadDepth = 4
 )
 
-// readAhead reads a ranged blob from beginning to end with several requests in
-// flight, in memory of readAheadDepth pieces.
+// readAhead reads a ranged blob from some byte to its end with several requests in
+// flight, in memory of so many pieces.
 type readAhead struct {
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -27,12 +28,12 @@ type piece struct {
 	err error
 }
 
-func newReadAhead(ctx context.Context, b Ranged) *readAhead {
+func newReadAhead(ctx context.Context, b Ranged, from int64, depth int) *readAhead {
 	ctx, cancel := context.WithCancel(ctx)
-	r := &readAhead{ctx: ctx, cancel: cancel, queue: make(chan chan piece, readAheadDepth-2)}
+	r := &readAhead{ctx: ctx, cancel: cancel, queue: make(chan chan piece, depth-2)}
 	go func() {
 		defer close(r.queue)
-		for off := int64(0); off < b.Size(); off += readAheadPiece {
+		for off := from; off < b.Size(); off += readAheadPiece {
 			one := make(chan piece, 1)
 			select {
 			case r.queue <- one:

@@ -560,7 +560,7 @@ func blocksOfXZ(ctx context.Context, xz compression, b Ranged) (*blocked, error)
 			b.listed = p.unpadded
 			return io.NopCloser(b), nil
 		}
-		return newUnpacked(newReadAhead(ctx, section{b, span{p.at, (p.unpadded + 3) &^ 3}}), one)
+		return newUnpacked(newReadAhead(ctx, section{b, span{p.at, (p.unpadded + 3) &^ 3}}, 0, readAheadDepth), one)
 	}), nil
 }
 

@@ -121,7 +121,7 @@ func blocksOfZstd(ctx context.Context, zs compression, b Ranged) (*blocked, erro
 			}
 			return f, nil
 		}
-		return newUnpacked(newReadAhead(ctx, section{b, span{ats[i], ats[i+1] - ats[i]}}), one)
+		return newUnpacked(newReadAhead(ctx, section{b, span{ats[i], ats[i+1] - ats[i]}}, 0, readAheadDepth), one)
 	}), nil
 }
 

@@ -66,6 +66,9 @@ type Journal struct {
 	Zeroed bool `json:"zeroed,omitempty"`
 	// Complete: the target holds the whole disk, and zeros behind it.
 	Complete bool `json:"complete,omitempty"`
+	// HashAt bytes of the source are summed up in HashState.
+	HashAt    int64  `json:"hashAt,omitempty"`
+	HashState []byte `json:"hashState,omitempty"`
 	// Done lists the bytes of the target that are final and durable.
 	Done extent.Set `json:"-"`
 }

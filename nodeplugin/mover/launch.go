@@ -1,6 +1,7 @@
 package mover
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -35,6 +36,8 @@ const (
 	standstill = 10 * time.Minute // one that reads and writes nothing is of no use
 	lastWords  = 5 * time.Second
 	dialsMost  = 32
+
+	maxHashState = 512 // bytes: that of SHA-512 has 204
 )
 
 // Node is what a mover may ask of the one who launched it. Began and Commit are
@@ -47,6 +50,8 @@ type Node interface {
 	// them inside it, and records that. After an error nothing of it may be
 	// recorded, and the mover is killed.
 	Commit(ctx context.Context, ranges []extent.Range) error
+	// Hashed is told how far the checksum has come, as Ledger's.
+	Hashed(s HashState)
 	// Moved is told the counters of this mover about once a second.
 	Moved(done, read int64)
 	// Dial connects, or returns a fault. It is called from many goroutines.
@@ -273,6 +278,11 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 			if err := s.add(ctx, p); err != nil {
 				return Result{}, err
 			}
+		case hashed:
+			if p.A < 0 || len(p.Text) > maxHashState || s.job.Checksum == "" {
+				return Result{}, misbehaved(fmt.Sprintf("a hash of %d bytes, %d bytes long", p.A, len(p.Text)), nil)
+			}
+			s.node.Hashed(HashState{At: p.A, State: bytes.Clone(p.Text)})
 		case progress:
 			if p.A != lastDone || p.B != lastRead {
 				lastDone, lastRead, moved = p.A, p.B, time.Now()

@@ -94,6 +94,7 @@ func (d *desk) Commit(_ context.Context, ranges []extent.Range) error {
 	return nil
 }
 
+func (d *desk) Hashed(HashState)   {}
 func (d *desk) Moved(int64, int64) {}
 
 func (d *desk) Dial(ctx context.Context, network, address string) (net.Conn, error) {

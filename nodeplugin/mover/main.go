@@ -276,6 +276,11 @@ func (n *node) Flush(ctx context.Context) error {
 	return nil
 }
 
+// Hashed is Ledger's.
+func (n *node) Hashed(s HashState) {
+	_ = n.control.send(packet{Kind: hashed, A: s.At, Text: s.State}) // the listener says what is wrong with the node
+}
+
 // dial has the node plugin connect.
 func (n *node) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	text := network + " " + address

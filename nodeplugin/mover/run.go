@@ -45,6 +45,10 @@ type Job struct {
 	Spool      []*os.File `json:"-"`
 	SpoolFiles int        `json:"spoolFiles,omitempty"`
 	SpoolBytes int64      `json:"spoolBytes,omitempty"`
+	// Checksum of the source's bytes, "algorithm:hex", that must be right; "" is none.
+	// HashState is how far an earlier run had come with it.
+	Checksum  string    `json:"checksum,omitempty"`
+	HashState HashState `json:"hashState,omitzero"`
 	// Resume is what an earlier run found; nil for the first. Done is what it has
 	// written and what has been made durable since.
 	Resume *Facts     `json:"resume,omitempty"`
@@ -73,6 +77,9 @@ type Ledger interface {
 	Done(ctx context.Context, off, n int64) error
 	// Flush returns when all that Done was told is durable.
 	Flush(ctx context.Context) error
+	// Hashed is told how far the checksum has come; it does not wait for anything to be
+	// durable. A later run may begin from there whatever of the disk is written.
+	Hashed(s HashState)
 }
 
 // Deps are what a run works with.
@@ -112,11 +119,19 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 		return Facts{}, fmt.Errorf("open source: %w", err)
 	}
 	defer blob.Close()
-	opened, err := image.Open(ctx, blob, image.Options{Format: formatOf(blob, j), Disk: j.Disk, Spool: d.Spool})
+	o := image.Options{Format: formatOf(blob, j), Disk: j.Disk, Spool: d.Spool}
+	sum, err := pass(&o, blob, j)
+	if err != nil {
+		return Facts{}, err
+	}
+	opened, err := image.Open(ctx, blob, o)
 	if err != nil {
 		return Facts{}, fmt.Errorf("open image: %w", err)
 	}
 	defer opened.Close()
+	if sum != nil && opened.Resumable() {
+		sum.tellTo(d.Ledger.Hashed)
+	}
 	facts := Facts{
 		Validator: blob.Validator(), Format: opened.Info.Format, Compression: opened.Info.Compression,
 		VirtualBytes: opened.Info.VirtualSize, AllocatedBytes: opened.Info.AllocatedBytes, Warnings: opened.Info.Warnings,
@@ -137,10 +152,34 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 	if err := opened.Verify(ctx); err != nil {
 		return facts, err
 	}
+	if sum != nil {
+		if err := sum.check(blob.Size()); err != nil {
+			return facts, err
+		}
+	}
 	if err := d.Ledger.Flush(ctx); err != nil {
 		return facts, fmt.Errorf("flush: %w", err)
 	}
 	return facts, account.complete(facts.VirtualBytes)
+}
+
+// pass has the source's bytes summed up where the job asks for that. Only a strong
+// validator proves that bytes which are read twice are the same.
+func pass(o *image.Options, blob source.Blob, j Job) (*checksum, error) {
+	if j.Checksum == "" {
+		return nil, nil
+	}
+	v := blob.Validator()
+	var from HashState
+	if v.Strong() && j.Resume != nil && j.Resume.Validator == v && j.HashState.At <= blob.Size() {
+		from = j.HashState
+	}
+	sum, err := newChecksum(j.Checksum, from)
+	if err != nil {
+		return nil, err
+	}
+	o.Pass = &image.Pass{Tap: sum.tap, From: sum.at, Pinned: v.Strong()}
+	return sum, nil
 }
 
 // formatOf is the image's format where somebody knows it.

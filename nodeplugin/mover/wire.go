@@ -35,6 +35,7 @@ const (
 	dial     // ID; Text: network, space, address
 	done     // ID counts up; A: offset, B: length, C: how many of these bytes were read for it
 	progress // A: bytes done, B: bytes read
+	hashed   // A: bytes that are summed up; Text: the state of the hash
 	result   // Flags: ok, or fault; A: bytes of the disk
 )
 

@@ -25,6 +25,7 @@ location /401 { return 401; }
 location /403 { return 403; }`})
 	secure := lab.Web(t, peers.NginxOptions{TLS: true})
 	lab.Tool(t, web.Root, "qemu-img", "create", "-f", "qcow2", "large.qcow2", "1G")
+	lab.Tool(t, web.Root, "qemu-img", "create", "-f", "qcow2", "small.qcow2", "16M")
 	lab.Tool(t, web.Root, "qemu-img", "create", "-f", "qcow2", "base.qcow2", "16M")
 	lab.Tool(t, web.Root, "qemu-img", "create", "-f", "qcow2", "-b", "/etc/passwd", "-F", "raw", "backed.qcow2", "16M")
 	lab.Tool(t, web.Root, "qemu-img", "create", "-f", "qcow2", "-o", "data_file=/etc/shadow,data_file_raw=on", "datafile.qcow2", "16M")
@@ -46,6 +47,9 @@ location /403 { return 403; }`})
 		{"an unknown host", "http://no-such-host.example.com/disk.img", nil, "UnknownHost", []string{"no-such-host.example.com"}},
 		{"a certificate of an unknown authority", secure.URL("disk.img"), nil, "CertificateError", []string{"certConfigMap"}},
 		{"an address that the administrator does not allow", "http://169.254.169.254/latest/meta-data", nil, "AddressNotAllowed", []string{"169.254.169.254"}},
+		{"another checksum", web.URL("small.qcow2"), func(s *cdiv1.VolumeImportSource) {
+			s.Spec.Source.HTTP.Checksum = "sha256:" + strings.Repeat("0", 64)
+		}, "ChecksumMismatch", []string{strings.Repeat("0", 64)}},
 		{"a source that is not supported yet", "", func(s *cdiv1.VolumeImportSource) {
 			s.Spec.Source = &cdiv1.ImportSourceType{S3: &cdiv1.DataVolumeSourceS3{URL: "http://s3.example.com/bucket/disk.img"}}
 		}, "SourceNotSupported", []string{"s3", "http"}},

@@ -576,7 +576,9 @@ type PopulateRequest struct {
 	Format string `protobuf:"bytes,10,opt,name=format,proto3" json:"format,omitempty"`
 	// Which disk of a bundle (tar, OVA): its file's name, its id or its number from 1;
 	// "" for the only one.
-	Disk          string `protobuf:"bytes,11,opt,name=disk,proto3" json:"disk,omitempty"`
+	Disk string `protobuf:"bytes,11,opt,name=disk,proto3" json:"disk,omitempty"`
+	// Checksum that the source's bytes must have, "algorithm:hex"; "" is none.
+	Checksum      string `protobuf:"bytes,12,opt,name=checksum,proto3" json:"checksum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -684,6 +686,13 @@ func (x *PopulateRequest) GetFormat() string {
 func (x *PopulateRequest) GetDisk() string {
 	if x != nil {
 		return x.Disk
+	}
+	return ""
+}
+
+func (x *PopulateRequest) GetChecksum() string {
+	if x != nil {
+		return x.Checksum
 	}
 	return ""
 }
@@ -1224,7 +1233,7 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x18\n" +
-	"\x16DeleteSnapshotResponse\"\xcb\x02\n" +
+	"\x16DeleteSnapshotResponse\"\xe7\x02\n" +
 	"\x0fPopulateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
 	"\vsource_kind\x18\x02 \x01(\tR\n" +
@@ -1238,7 +1247,8 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\fown_services\x18\t \x03(\tR\vownServices\x12\x16\n" +
 	"\x06format\x18\n" +
 	" \x01(\tR\x06format\x12\x12\n" +
-	"\x04disk\x18\v \x01(\tR\x04disk\"\x0e\n" +
+	"\x04disk\x18\v \x01(\tR\x04disk\x12\x1a\n" +
+	"\bchecksum\x18\f \x01(\tR\bchecksum\"\x0e\n" +
 	"\fWatchRequest\"\x97\x01\n" +
 	"\x06Report\x12.\n" +
 	"\x05pools\x18\x01 \x03(\v2\x18.longshore.agent.v1.PoolR\x05pools\x124\n" +

@@ -47,7 +47,7 @@ func (l *Lab) install(ctx context.Context, root string, log io.Writer, values []
 		"--set", pool(0, "default", poolBytes),
 		"--set", "fetchPolicy.allow={" + cluster.HostIP + "/32}",
 		// stories wait for no other story's slow transfer
-		"--set", "slots=8,node.resources.limits.memory=1536Mi",
+		"--set", "slots=8,node.resources.limits.memory=2560Mi",
 	}
 	for i, name := range smallPools {
 		args = append(args, "--set", pool(i+1, name, SmallBytes))
