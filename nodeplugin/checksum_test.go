@@ -7,6 +7,8 @@ import (
 	"crypto/sha256"
 	"crypto/sha512"
 	"fmt"
+	"hash"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -31,11 +33,15 @@ func made(t *testing.T, raw, command string) string {
 
 func sumsOf(t *testing.T, path string) []string {
 	t.Helper()
-	b, err := os.ReadFile(path)
+	f, err := os.Open(path)
+	must(t, err)
+	defer f.Close()
+	h := []hash.Hash{sha256.New(), md5.New(), sha1.New(), sha512.New()}
+	_, err = io.Copy(io.MultiWriter(h[0], h[1], h[2], h[3]), f)
 	must(t, err)
 	return []string{
-		fmt.Sprintf("sha256:%x", sha256.Sum256(b)), fmt.Sprintf("md5:%x", md5.Sum(b)),
-		fmt.Sprintf("sha1:%x", sha1.Sum(b)), fmt.Sprintf("sha512:%X", sha512.Sum512(b)),
+		fmt.Sprintf("sha256:%x", h[0].Sum(nil)), fmt.Sprintf("md5:%x", h[1].Sum(nil)),
+		fmt.Sprintf("sha1:%x", h[2].Sum(nil)), fmt.Sprintf("sha512:%X", h[3].Sum(nil)),
 	}
 }
 

@@ -888,6 +888,7 @@ func TestForeignJournal(t *testing.T) {
 type memoryRow struct {
 	name, path, raw string
 	size, most      int64
+	checksum        string
 }
 
 // The mover's memory, with the page cache that it causes, is bounded whatever
@@ -910,7 +911,10 @@ func TestMemory(t *testing.T) {
 	if out, err := exec.Command("qemu-img", "convert", "-f", "raw", "-O", "qcow2", raw, qcow2).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	rows := []memoryRow{{".raw", raw, raw, size, 64 * mib}, {".qcow2", qcow2, raw, size, 64 * mib}}
+	rows := []memoryRow{
+		{".raw", raw, raw, size, 64 * mib, ""}, {".qcow2", qcow2, raw, size, 64 * mib, ""},
+		{".raw with a checksum", raw, raw, size, 64 * mib, sumsOf(t, raw)[0]}, {".qcow2 with a checksum", qcow2, raw, size, 64 * mib, sumsOf(t, qcow2)[1]},
+	}
 	const small = 320 * mib // longer than any window
 	disk := specks(t, 17, small, 1)
 	for _, packer := range []struct {
@@ -923,12 +927,13 @@ func TestMemory(t *testing.T) {
 		if out, err := exec.Command("sh", "-c", packer.command+` -c <"$0" >"$1"`, disk, path).CombinedOutput(); err != nil {
 			t.Fatalf("%s: %v: %s", packer.command, err, out)
 		}
-		rows = append(rows, memoryRow{packer.command, path, disk, small, 64*mib + packer.window})
+		rows = append(rows, memoryRow{packer.command, path, disk, small, 64*mib + packer.window, ""})
 	}
 	for _, row := range rows {
 		t.Run(row.name, func(t *testing.T) {
 			w := serveFile(t, row.path)
 			job := volume(t, t.TempDir(), row.size, w.url())
+			job.Recipe.Checksum = row.checksum
 			f := newFiller(t)
 			var usage mover.Usage
 			f.Launcher.Ended = func(u mover.Usage) { usage = u }

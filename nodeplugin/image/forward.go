@@ -24,7 +24,7 @@ type Spool interface {
 const (
 	// tapeBytes that have passed can still be read, so that what is read by several
 	// readers at once, and tables a little before their data, may come in any order.
-	tapeBytes = 24 << 20
+	tapeBytes = 16 << 20
 	// tapeAhead bytes are known beyond what was asked for: nothing that is read at
 	// once is longer, so that the end is known before it is read over.
 	tapeAhead = 4 << 20

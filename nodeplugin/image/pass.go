@@ -6,8 +6,8 @@ import (
 	"io"
 )
 
-// passDepth requests run at once: with what a tape keeps, 32 MiB of the file are held
-// between what has gone by and what is still to come (R13).
+// passDepth requests run at once: with what a tape keeps, less than 32 MiB of the file are
+// held between what has gone by and what is still to come (R13).
 const passDepth = 8
 
 // Pass has every byte of a blob go by, in the order of the file, so that somebody can

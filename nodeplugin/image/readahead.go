@@ -41,7 +41,7 @@ func newReadAhead(ctx context.Context, b Ranged, from int64, depth int) *readAhe
 				return
 			}
 			go func() {
-				p := make([]byte, min(readAheadPiece, b.Size()-off))
+				p := scratch(int(min(readAheadPiece, b.Size()-off)))
 				_, err := readExactly(ctx, b, p, off)
 				one <- piece{p, err}
 			}()
@@ -60,6 +60,7 @@ func (r *readAhead) Read(p []byte) (int, error) {
 			}
 			break
 		}
+		free(r.now.p)
 		r.now, r.off = <-one, 0
 		r.err = r.now.err
 	}
@@ -75,7 +76,7 @@ func (r *readAhead) Read(p []byte) (int, error) {
 func (r *readAhead) Close() error {
 	r.cancel()
 	for one := range r.queue {
-		<-one
+		free((<-one).p)
 	}
 	if r.err == nil {
 		r.err = context.Canceled

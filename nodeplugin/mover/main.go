@@ -34,7 +34,7 @@ const (
 	// longer was not read, it is zeros.
 	maxData = 4 << 20
 
-	heapBytes   = 40 << 20 // what Go's collector aims at; buffers of the copy included
+	heapBytes   = 40 << 20 // of the copy and its buffers
 	tick        = time.Second
 	maxInFlight = 64
 )
@@ -47,8 +47,10 @@ func Main(kinds source.Kinds) int {
 		fmt.Fprintf(os.Stderr, "longshore %s is started by the node plugin, not by hand: %v\n", Subcommand, err)
 		return 2
 	}
-	debug.SetMemoryLimit(heapBytes)
-	debug.SetGCPercent(50)
+	// What is kept of an image (windows of decompressors, what has just passed) is no
+	// garbage, and a limit below that would only keep the collector busy.
+	debug.SetMemoryLimit(heapBytes + image.WindowBytes)
+	debug.SetGCPercent(25)
 	// A direct write blocks a thread and, until the runtime notices, what a
 	// processor is to it.
 	runtime.GOMAXPROCS(max(4, runtime.NumCPU()))
@@ -229,9 +231,6 @@ func (n *node) tell(m *Moved) error {
 
 // Began is Ledger's.
 func (n *node) Began(ctx context.Context, f Facts) error {
-	if f.Compression != "" {
-		debug.SetMemoryLimit(heapBytes + image.WindowBytes) // what a decompressor keeps is no garbage
-	}
 	text, err := encodeFacts(f)
 	if err != nil {
 		return err
