@@ -260,14 +260,14 @@ func TestWrongInputsSayWhatToDo(t *testing.T) {
 	}
 	closed := peers.Nginx(t, peers.NginxOptions{Extra: "location / { return 403; }"})
 	encrypted, cut, qed := filepath.Join(dir, "encrypted.qcow2"), filepath.Join(dir, "cut.qcow2"), filepath.Join(dir, "a.qed")
-	if out, err := exec.Command("qemu-img", "create", "-q", "-f", "qcow2", "--object", "secret,id=s,data=hush", "-o", "encrypt.format=luks,encrypt.key-secret=s", encrypted, "1M").CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
 	whole, err := os.ReadFile(images.Convert(t, raw).Path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for path, content := range map[string][]byte{cut: whole[:len(whole)*2/3], qed: append([]byte("QED\x00"), make([]byte, 4092)...)} {
+	// qemu-img measures how fast this machine is when it makes one, and gives up on a busy one.
+	luks := bytes.Clone(whole)
+	luks[35] = 2 // crypt_method of the header (docs/interop/qcow2.rst)
+	for path, content := range map[string][]byte{encrypted: luks, cut: whole[:len(whole)*2/3], qed: append([]byte("QED\x00"), make([]byte, 4092)...)} {
 		if err := os.WriteFile(path, content, 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -296,7 +296,7 @@ func TestWrongInputsSayWhatToDo(t *testing.T) {
 		{"unknown scheme and a password", []string{"import", "ftp://me:hush%@h/x", dir + "/o"}, exitUsage, "ftp://h/x"},
 		{"no url, with a password", []string{"import", "http://me:hush%@h/x", dir + "/o"}, exitTerminal, "not of the form"},
 		{"size of nonsense", []string{"import", "--size", "many", good, dir + "/o"}, exitUsage, "10Gi"},
-		{"format of nonsense", []string{"import", "--format", "vmdk", good, dir + "/o"}, exitUsage, "raw or qcow2"},
+		{"format of nonsense", []string{"import", "--format", "vhs", good, dir + "/o"}, exitUsage, "one of raw, iso, qcow2"},
 		{"password without user", []string{"import", "--password-file", full, good, dir + "/o"}, exitUsage, "--user"},
 		{"no such file", []string{"import", dir + "/nothing", dir + "/o"}, exitTerminal, "no such file"},
 		{"404", []string{"import", web.URL("nothing"), dir + "/o"}, exitTerminal, "404"},
