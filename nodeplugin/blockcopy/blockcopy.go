@@ -42,7 +42,7 @@ type Grained interface {
 // end by one reader: parts that are compressed each on its own.
 type Striped interface {
 	// Strip returns the end of the strip that off lies in.
-	Strip(off int64) int64
+	Strip(ctx context.Context, off int64) (int64, error)
 	// Readers is how many strips may be read at once.
 	Readers() int
 }
@@ -198,7 +198,10 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 			if err := hand(); err != nil {
 				return err
 			}
-			stripEnd = striped.Strip(t.Start)
+			var err error
+			if stripEnd, err = striped.Strip(ctx, t.Start); err != nil {
+				return fmt.Errorf("ask the strip of byte %d: %w", t.Start, err)
+			}
 		}
 		strip = append(strip, t)
 		return nil

@@ -9,7 +9,9 @@ import (
 	"slices"
 	"sort"
 	"sync"
+	"sync/atomic"
 
+	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 )
 
@@ -21,6 +23,11 @@ const (
 	// recentBytes that a decoder has passed can be read again without another one:
 	// several readers that follow each other closely come in any order.
 	recentBytes = 4 << 20
+
+	// An image whose parts are wanted in such disorder that decodedTimes its content
+	// and decodedFree bytes are decompressed is unpacked as a whole instead.
+	decodedTimes = 4
+	decodedFree  = 64 << 20
 )
 
 // blocked is the decompressed content of a blob that consists of parts, of which
@@ -46,6 +53,8 @@ type blocked struct {
 	changed  chan struct{} // closed when a decoder becomes free
 	verified []uint64      // a bit for each part
 	closed   bool
+
+	decoded atomic.Int64 // bytes, those that nobody wanted too
 }
 
 // decoder is a place in a part. Whoever has it for himself (busy) uses it without
@@ -61,12 +70,13 @@ type decoder struct {
 }
 
 // newBlocked has parts that decompress to the lengths between starts; one decoder
-// needs window bytes.
+// needs window bytes. There is one more than can compute at once, for what is read
+// beside the disk's data.
 func newBlocked(c compression, starts []int64, window int64, open func(i int) (io.ReadCloser, error)) *blocked {
 	most := decodersBytes / (window + recentBytes + readAheadDepth*readAheadPiece)
 	return &blocked{
 		c: c, starts: starts, open: open, changed: make(chan struct{}), verified: make([]uint64, len(starts)/64+1),
-		most: int(max(1, min(most, int64(runtime.GOMAXPROCS(0))))),
+		most: int(max(1, min(most, int64(runtime.GOMAXPROCS(0))+1))),
 	}
 }
 
@@ -86,6 +96,10 @@ func (b *blocked) ReadAtContext(ctx context.Context, p []byte, off int64) (n int
 		return 0, fmt.Errorf("read at %d of %d bytes", off, b.Size())
 	}
 	for n < len(p) {
+		if b.keepRecent && b.decoded.Load() > decodedTimes*b.Size()+decodedFree {
+			return n, fault.Terminal(fault.NeedsSpool,
+				errors.New("the image is to be read in an order that needs its compressed parts again and again: serve it without compression, or convert it before it is compressed (qemu-img convert -O qcow2)"))
+		}
 		at := off + int64(n)
 		if at == b.Size() {
 			return n, io.EOF
@@ -218,6 +232,7 @@ func (b *blocked) decode(d *decoder, p []byte, at int64) error {
 	length := b.starts[d.part+1] - b.starts[d.part]
 	scratch := scratch(256 << 10)
 	defer free(scratch)
+	b.decoded.Add(at - d.pos + int64(len(p)))
 	for d.pos < at {
 		if err := d.next(scratch[:min(int64(len(scratch)), at-d.pos)], length); err != nil {
 			return err
@@ -308,20 +323,55 @@ func (b *blocked) Close() error {
 	return nil
 }
 
+// stripBytes is the least length of a strip: where two of them meet, a part may be
+// decompressed twice. stripSearch is how far its end is looked for, where tables tell.
+const (
+	stripBytes  = 8 << 20
+	stripSearch = 64 << 20
+)
+
+// strip returns the end of the part that is at least stripBytes behind off.
+func (b *blocked) strip(off int64) int64 {
+	return b.starts[min(b.part(off+stripBytes-1), b.count()-1)+1]
+}
+
 // strips is a raw disk in parts that are decompressed best each by one reader.
 type strips struct {
 	raw
 	b *blocked
 }
 
-// stripBytes is the least length of a strip: where two of them meet, a part may be
-// decompressed twice.
-const stripBytes = 8 << 20
-
-// Strip returns the end of a part of the disk that is at least so far behind off.
-func (s strips) Strip(off int64) int64 {
-	return s.b.starts[min(s.b.part(off+stripBytes-1), s.b.count()-1)+1]
-}
+// Strip returns the end of a part.
+func (s strips) Strip(_ context.Context, off int64) (int64, error) { return s.b.strip(off), nil }
 
 // Readers is how many strips are read best at once.
-func (s strips) Readers() int { return s.b.most }
+func (s strips) Readers() int { return min(s.b.most, runtime.GOMAXPROCS(0)) }
+
+// mappedStrips is a disk whose file is in such parts.
+type mappedStrips struct {
+	*mapped
+	b *blocked
+}
+
+// Strip returns where the disk goes on in another part of the file.
+func (s mappedStrips) Strip(ctx context.Context, off int64) (int64, error) {
+	end, hostEnd := min(off+stripSearch, s.size), int64(-1)
+	err := s.walk(ctx, off, end-off, func(seg segment) {
+		if seg.kind != extent.Data {
+			return
+		}
+		if hostEnd < 0 {
+			hostEnd = s.b.strip(seg.host)
+		}
+		switch {
+		case seg.host >= hostEnd:
+			end = min(end, seg.start)
+		case !seg.compressed && seg.hostEnd() > hostEnd:
+			end = min(end, seg.start+hostEnd-seg.host)
+		}
+	})
+	return end, err
+}
+
+// Readers leaves a decoder to the tables, which lie elsewhere in the file.
+func (s mappedStrips) Readers() int { return max(1, s.b.most-1) }

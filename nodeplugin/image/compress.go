@@ -52,7 +52,9 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 		}
 	}
 	if blocks != nil && blocks.count() > 1 && o.Pass == nil {
-		return openBlocked(ctx, blocks, c, o)
+		if opened, err := openBlocked(ctx, blocks, c, o); opened != nil || err != nil {
+			return opened, err
+		}
 	}
 	var src io.ReadCloser = newReadAhead(ctx, b, 0, readAheadDepth)
 	var tapped *passed
@@ -67,11 +69,9 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 	}
 	opened.passed = tapped
 	switch {
+	case opened.Stream == nil: // the image told its size
 	case blocks != nil:
-		opened.Info.AtLeast = max(opened.Info.AtLeast, blocks.Size())
-		if opened.Stream != nil {
-			opened.Info.VirtualSize = blocks.Size()
-		}
+		opened.Info.AtLeast, opened.Info.VirtualSize = blocks.Size(), blocks.Size()
 	case c.atLeast != nil:
 		first := make([]byte, shortHead)
 		n, err := h.first(first)
@@ -82,14 +82,13 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("read the last bytes of the image: %w", err), opened.Close())
 		}
-		if opened.Stream != nil {
-			opened.Info.AtLeast = max(opened.Info.AtLeast, c.atLeast(first[:n], last))
-		}
+		opened.Info.AtLeast = c.atLeast(first[:n], last)
 	}
 	return opened, nil
 }
 
-// openBlocked opens the image in blocks, of which each decompresses on its own.
+// openBlocked opens the image in blocks, of which each decompresses on its own; nil,
+// nil where it is to be spooled.
 func openBlocked(ctx context.Context, blocks *blocked, c compression, o Options) (*Opened, error) {
 	h := headOf(ctx, blocks)
 	f, err := o.recognise(h)
@@ -102,9 +101,15 @@ func openBlocked(ctx context.Context, blocks *blocked, c compression, o Options)
 	case f.opens == asRaw:
 		opened = openRaw(blocks, f.name)
 		opened.Disk = strips{raw{blocks}, blocks}
+	case o.Spool != nil:
+		return nil, blocks.Close()
 	default:
 		blocks.keepRecent = true
-		opened, err = openAs(ctx, blocks, f, o)
+		if opened, err = openAs(ctx, blocks, f, o); err == nil {
+			if m, ok := opened.Disk.(*mapped); ok {
+				opened.Disk = mappedStrips{m, blocks}
+			}
+		}
 	}
 	if err != nil {
 		blocks.Close()

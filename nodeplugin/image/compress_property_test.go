@@ -257,13 +257,105 @@ func TestStructuredInParts(t *testing.T) {
 	}
 }
 
-// The check of a part that nobody reads to its end is compared all the same.
-func TestPartsAreChecked(t *testing.T) {
-	raw := images.Image{Path: filepath.Join(t.TempDir(), "noise.raw"), Format: "raw", Content: make([]byte, 3<<20)}
-	rand.NewChaCha8([32]byte{4}).Read(raw.Content)
+// noise is a disk that does not compress.
+func noise(t *testing.T, size int) images.Image {
+	t.Helper()
+	img := images.Image{Path: filepath.Join(t.TempDir(), "noise.raw"), Format: "raw", Content: make([]byte, size)}
+	rand.NewChaCha8([32]byte{4}).Read(img.Content)
+	if err := os.WriteFile(img.Path, img.Content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return img
+}
+
+// Several readers of a structured image do not make each other begin its parts
+// again.
+func TestStructuredIsReadOnce(t *testing.T) {
+	raw := noise(t, 24<<20)
+	for _, options := range []string{"", "-c"} {
+		content := packed(t, "qemu-img convert -f raw -O qcow2 "+options+" $0 $0.qcow2; cat $0.qcow2", raw.Path)
+		b := seekable(t, content, 12<<20, false)
+		m := &memory{b: b}
+		opened, err := image.Open(t.Context(), m, image.Options{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer opened.Close()
+		got, err := readAll(t, opened, len(raw.Content))
+		if err != nil {
+			t.Fatal(err)
+		}
+		same(t, options, got, raw.Content)
+		if read := m.read.Load(); read > int64(len(b))*7/4 {
+			t.Errorf("%q: %d bytes were read of a file of %d", options, read, len(b))
+		}
+	}
+}
+
+// A structured image that is read all over the place is unpacked once instead of
+// being decompressed without end.
+func TestDisorderInParts(t *testing.T) {
+	const part, parts = 5 << 20, 14 // more than there are decoders
+	raw := images.Image{Path: filepath.Join(t.TempDir(), "even.raw"), Format: "raw", Content: bytes.Repeat([]byte("longshore"), part*parts/9/512*512)}
 	if err := os.WriteFile(raw.Path, raw.Content, 0o600); err != nil {
 		t.Fatal(err)
 	}
+	content := packed(t, "qemu-img convert -f raw -O qcow2 $0 $0.qcow2; cat $0.qcow2", raw.Path)
+	b := seekable(t, content, part, false)
+	opened, err := image.Open(t.Context(), &memory{b: b}, image.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer opened.Close()
+	for i := 0; err == nil; i++ {
+		if i > 20*parts {
+			t.Fatal("it is decompressed for ever")
+		}
+		at := i % parts * part * 9 / 10
+		p := make([]byte, 512)
+		if _, err = opened.Disk.ReadAtContext(t.Context(), p, int64(at)); err == nil {
+			same(t, "a sector", p, raw.Content[at:at+len(p)])
+		}
+	}
+	if reason(err) != fault.NeedsSpool {
+		t.Fatal(err)
+	}
+	s := newSpool(t, 1<<30)
+	if opened, err = image.Open(t.Context(), &memory{b: b}, image.Options{Spool: s}); err != nil {
+		t.Fatal(err)
+	}
+	defer opened.Close()
+	got, err := readAll(t, opened, len(raw.Content))
+	if err != nil {
+		t.Fatal(err)
+	}
+	same(t, "spooled", got, raw.Content)
+	if s.written != int64(len(content)) {
+		t.Errorf("%d bytes of %d went to the spool", s.written, len(content))
+	}
+}
+
+// The file of a disk may be longer than the disk.
+func TestSizeInsideCompression(t *testing.T) {
+	raw := noise(t, 3<<20)
+	for _, command := range []string{"gzip -1", "xz -0", "xz -0 --block-size=1MiB", "zstd -1"} {
+		b := packed(t, "qemu-img convert -f raw -O qcow2 $0 $0.qcow2; "+command+" -c $0.qcow2", raw.Path)
+		for _, blob := range []image.Blob{&memory{b: b}, stream{b}} {
+			opened, err := image.Open(t.Context(), blob, image.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer opened.Close()
+			if got := opened.Info; got.VirtualSize != 3<<20 || got.AtLeast != 3<<20 {
+				t.Errorf("%s, %T: %+v", command, blob, got)
+			}
+		}
+	}
+}
+
+// The check of a part that nobody reads to its end is compared all the same.
+func TestPartsAreChecked(t *testing.T) {
+	raw := noise(t, 3<<20)
 	path := filepath.Join(t.TempDir(), "disk.qcow2")
 	if out, err := exec.Command("qemu-img", "convert", "-f", "raw", "-O", "qcow2", raw.Path, path).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)

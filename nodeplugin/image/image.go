@@ -153,10 +153,16 @@ func (o *Opened) Measure(ctx context.Context) (Info, error) {
 		return info, nil
 	}
 	m, ok := o.Disk.(*mapped)
+	if s, is := o.Disk.(mappedStrips); is {
+		m, ok = s.mapped, true
+	}
 	if !ok {
 		return info, nil
 	}
 	data, compressed, err := m.measure(ctx)
+	if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool {
+		return info, nil
+	}
 	if err != nil {
 		return info, fmt.Errorf("count the allocated bytes: %w", err)
 	}
