@@ -24,7 +24,8 @@ type compression struct {
 	// what is wrong with the stream; "" where it is nothing special.
 	words func(err error, read int64) string
 	// atLeast is a lower bound of the decompressed bytes that the first and the last
-	// of the compressed ones tell; nil: they tell nothing.
+	// of the compressed ones tell, these nil where they can't be read; nil: they tell
+	// nothing.
 	atLeast func(first, last []byte) int64
 	// blocks finds the parts that decompress each on its own, nil where they cannot
 	// be found or there is but one; nil: the format has none.

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"math/rand/v2"
 	"os"
@@ -74,11 +75,16 @@ func seekable(t testing.TB, content []byte, frame int, summed bool) []byte {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return framed(content, frame, summed, func(part []byte) []byte { return e.EncodeAll(part, nil) })
+}
+
+// framed is that with frames that pack makes.
+func framed(content []byte, frame int, summed bool, pack func(part []byte) []byte) []byte {
 	var out, table []byte
 	for len(content) > 0 {
 		part := content[:min(frame, len(content))]
 		content = content[len(part):]
-		b := e.EncodeAll(part, nil)
+		b := pack(part)
 		out = append(out, b...)
 		table = binary.LittleEndian.AppendUint32(table, uint32(len(b)))
 		table = binary.LittleEndian.AppendUint32(table, uint32(len(part)))
@@ -452,6 +458,111 @@ func TestHungryCompressions(t *testing.T) {
 				t.Errorf("%s, %T: %v", row.command, blob, err)
 			}
 		}
+	}
+}
+
+// windowed is a frame that claims a window of so many bytes and not its length.
+func windowed(t *testing.T, part []byte, window int) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w, err := zstd.NewWriter(&b, zstd.WithWindowSize(window), zstd.WithEncoderConcurrency(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, some := range [][]byte{part[:len(part)/2], part[len(part)/2:]} {
+		if _, err := w.Write(some); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.Flush(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+// The windows of frames that are decompressed at once are bounded together: short
+// frames with long ones are read by one decoder, and such as come as a surprise are
+// refused.
+func TestHungryFrames(t *testing.T) {
+	img := images.Raw(t, 21, 1<<20)
+	claims := func(first, rest int) []byte {
+		window := first
+		return framed(img.Content, 400_000, false, func(part []byte) []byte {
+			defer func() { window = rest }()
+			return windowed(t, part, window)
+		})
+	}
+	opened, err := image.Open(t.Context(), &memory{b: claims(image.WindowBytes, image.WindowBytes)}, image.Options{Format: "raw"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer opened.Close()
+	if opened.Disk != nil {
+		t.Error("several decoders get a long window each")
+	}
+	got, err := readAll(t, opened, len(img.Content))
+	if err != nil {
+		t.Fatal(err)
+	}
+	same(t, "long windows", got, img.Content)
+
+	opened, err = image.Open(t.Context(), &memory{b: claims(1<<20, image.WindowBytes)}, image.Options{Format: "raw"})
+	if err == nil {
+		defer opened.Close()
+		_, err = readAll(t, opened, len(img.Content))
+	}
+	if reason(err) != fault.FormatNotSupported || !strings.Contains(err.Error(), "8388608 bytes") {
+		t.Errorf("a long window behind a short one: %v", err)
+	}
+}
+
+// A list of more blocks than there is memory for is not read.
+func TestManyBlocks(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "zeros")
+	if err := os.WriteFile(path, make([]byte, 16*(1<<17+1)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	opened, err := image.Open(t.Context(), &memory{b: packed(t, "xz -0 -T1 --block-size=16 -c", path)}, image.Options{Format: "raw"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer opened.Close()
+	if opened.Disk != nil {
+		t.Error("a list of 131073 blocks was kept")
+	}
+}
+
+// Both ends of an xz stream say which check it has.
+func TestContradictingXZ(t *testing.T) {
+	img := images.Raw(t, 23, 1<<20)
+	b := packed(t, "xz -0 --block-size=300001 -c", img.Path)
+	b[7] = 1
+	binary.LittleEndian.PutUint32(b[8:], crc32.ChecksumIEEE(b[6:8]))
+	for _, blob := range []image.Blob{&memory{b: b}, stream{b}} {
+		opened, err := image.Open(t.Context(), blob, image.Options{Format: "raw"})
+		if err == nil {
+			_, err = readAll(t, opened, len(img.Content))
+			opened.Close()
+		}
+		if reason(err) != fault.CorruptImage {
+			t.Errorf("%T: %v", blob, err)
+		}
+	}
+}
+
+// What the first bytes of a stream say of its length is known before it is read.
+func TestStreamTellsItsLength(t *testing.T) {
+	img := images.Raw(t, 25, 1<<20)
+	opened, err := image.Open(t.Context(), stream{packed(t, "zstd -q -1 -c $0", img.Path)}, image.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer opened.Close()
+	if opened.Info.AtLeast != 1<<20 || opened.Info.VirtualSize != -1 {
+		t.Errorf("%+v", opened.Info)
 	}
 }
 

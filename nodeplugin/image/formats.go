@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"math"
+	"math/bits"
 	"strings"
 	"unicode/utf8"
 
@@ -69,6 +71,7 @@ var containers = []format{
 	{name: "zstd", magic: "\x28\xb5\x2f\xfd", opens: asCompressed},
 	{name: "zstd", at: 1, magic: "\x2a\x4d\x18", opens: asCompressed, is: func(b []byte) bool { return b[0]&0xf0 == 0x50 }}, // a frame to be skipped comes first
 	{name: "bzip2", magic: "BZh", opens: asCompressed, is: func(b []byte) bool { return len(b) > 3 && b[3] >= '1' && b[3] <= '9' }},
+	{name: "lzma", magic: "\x5d\x00\x00", is: lzmaHeader},
 	{name: "lz4", magic: "\x04\x22\x4d\x18"},
 	{name: "lzip", magic: "LZIP"},
 	{name: "lzop", magic: "\x89LZO\x00"},
@@ -129,6 +132,17 @@ var disks = []format{
 
 func version(v uint32) func([]byte) bool {
 	return func(b []byte) bool { return len(b) >= 8 && binary.BigEndian.Uint32(b[4:]) == v }
+}
+
+// lzmaHeader tells a file of the LZMA tools by its 13 bytes of header, that begin
+// with the default properties and have a dictionary and a length, and by the first
+// byte of a range coder (https://tukaani.org/xz/lzma-file-format.txt, section 1.1).
+func lzmaHeader(b []byte) bool {
+	if len(b) < 14 || b[13] != 0 {
+		return false
+	}
+	dictionary, length := binary.LittleEndian.Uint32(b[1:]), binary.LittleEndian.Uint64(b[5:])
+	return bits.OnesCount32(dictionary) <= 2 && (length == math.MaxUint64 || 0 < length && length < 1<<48)
 }
 
 func (f format) matches(b []byte) bool {

@@ -285,7 +285,18 @@ func openStream(ctx context.Context, size int64, stream io.ReadCloser, o Options
 	if err != nil {
 		return nil, err
 	}
-	return openOnce(ctx, both{r, stream}, size, f, o)
+	first := make([]byte, shortHead)
+	n, err := r.peek(first)
+	if err != nil {
+		return nil, err
+	}
+	opened, err := openOnce(ctx, both{r, stream}, size, f, o)
+	if err == nil && opened.Stream != nil && f.opens == asCompressed {
+		if c := compressionOf(f); c.atLeast != nil {
+			opened.Info.AtLeast = c.atLeast(first[:n], nil)
+		}
+	}
+	return opened, err
 }
 
 // openOnce opens an image of format f that comes once. It takes stream over when it

@@ -108,6 +108,8 @@ func TestRecognise(t *testing.T) {
 		{"bochs", at(4096, 0, "Bochs Virtual HD Image"), "", fault.FormatNotSupported, "bochs"},
 		{"cloop", at(4096, 0, "#!/bin/sh\n#V2.0 Format\n"), "", fault.FormatNotSupported, "cloop"},
 		{"luks", at(4096, 0, "LUKS\xba\xbe\x00\x02"), "", fault.FormatNotSupported, "luks"},
+		{"lzma", at(4096, 0, "\x5d\x00\x00\x80\x00\xff\xff\xff\xff\xff\xff\xff\xff\x00\x3f"), "", fault.FormatNotSupported, "lzma"},
+		{"what is not quite lzma", at(4096, 0, "\x5d\x00\x00\x80\x00\xff\xff\xff\xff\xff\xff\xff\xff\x01\x3f", 510, "\x55\xaa"), "raw", "", ""},
 		{"zip", at(4096, 0, "PK\x03\x04"), "", fault.FormatNotSupported, "zip"},
 		{"tar in gzip", zipped(at(4096, 257, "ustar")), "", fault.CorruptImage, "tar"},
 		{"gzip in gzip", zipped(zipped(boot)), "", fault.FormatNotSupported, "inside gzip: it is compressed again"},

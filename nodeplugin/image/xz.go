@@ -31,9 +31,11 @@ const (
 	xzBlockHeaderBytes = 1024
 
 	// xzIndexBytes are the most that the indexes of a file may have for it to be read
-	// anywhere, xzPaddingBytes so many zeros may be behind a stream for that. Files
-	// with more of either are read from beginning to end.
-	xzIndexBytes   = 4 << 20
+	// anywhere, xzBlocks the most blocks that they tell of, xzPaddingBytes so many
+	// zeros may be behind a stream for that. Files with more of one of them are read
+	// from beginning to end.
+	xzIndexBytes   = 2 << 20
+	xzBlocks       = 1 << 17
 	xzPaddingBytes = 64 << 10
 )
 
@@ -272,7 +274,7 @@ func parseXZFooter(b []byte, flags [2]byte) (int64, error) {
 	case binary.LittleEndian.Uint32(b) != crc32.ChecksumIEEE(b[4:10]):
 		return 0, errors.New("the stream footer fails its checksum")
 	case [2]byte(b[8:10]) != flags:
-		return 0, errors.New("the stream's header and footer contradict each other")
+		return 0, errXZFlags
 	}
 	return (int64(binary.LittleEndian.Uint32(b[4:])) + 1) * 4, nil
 }
@@ -461,6 +463,7 @@ func (b *xzBlock) finish() error {
 }
 
 var (
+	errXZFlags  = errors.New("the stream's header and footer contradict each other")
 	errXZCheck  = errors.New("a block fails its checksum")
 	errXZBehind = errors.New("neither another stream nor zeros follow")
 )
@@ -494,9 +497,12 @@ func blocksOfXZ(ctx context.Context, xz compression, b Ranged) (*blocked, error)
 		if _, err := readExactly(ctx, b, index, indexAt); err != nil {
 			return nil, err
 		}
-		records, err := parseXZIndex(index)
+		records, err := parseXZIndex(index, xzBlocks-len(backwards))
 		if err != nil {
 			return nil, broken(err)
+		}
+		if records == nil {
+			return nil, nil
 		}
 		at := indexAt
 		for i := len(records) - 1; i >= 0; i-- {
@@ -524,6 +530,9 @@ func blocksOfXZ(ctx context.Context, xz compression, b Ranged) (*blocked, error)
 		}
 		if _, err := parseXZHeader(head[:]); err != nil {
 			return nil, broken(err)
+		}
+		if [2]byte(head[6:8]) != [2]byte(foot[8:10]) {
+			return nil, broken(errXZFlags)
 		}
 		end = at
 	}
@@ -587,8 +596,9 @@ func skipXZPadding(ctx context.Context, b Ranged, end int64) (int64, error) {
 
 type xzRecord struct{ unpadded, length int64 }
 
-// parseXZIndex reads an index as a whole (section 4).
-func parseXZIndex(b []byte) ([]xzRecord, error) {
+// parseXZIndex reads an index as a whole (section 4); nil, nil where it has more
+// than most blocks.
+func parseXZIndex(b []byte, most int) ([]xzRecord, error) {
 	src := &xzSource{r: bufio.NewReader(bytes.NewReader(b[:len(b)-4]))}
 	if binary.LittleEndian.Uint32(b[len(b)-4:]) != crc32.ChecksumIEEE(b[:len(b)-4]) {
 		return nil, errors.New("the index fails its checksum")
@@ -602,6 +612,9 @@ func parseXZIndex(b []byte) ([]xzRecord, error) {
 	}
 	if count > int64(len(b))/2 {
 		return nil, fmt.Errorf("an index of %d bytes says that it has %d blocks", len(b), count)
+	}
+	if count > int64(most) {
+		return nil, nil
 	}
 	records := make([]xzRecord, count)
 	for i := range records {

@@ -25,6 +25,9 @@ const (
 	zstdSeekFrames  = 1 << 17 // so many are read anywhere
 	zstdSeekSummed  = 1 << 7  // descriptor bit: each entry has a checksum
 	zstdSeekUnknown = 0x7c    // descriptor bits that must be 0
+	// zstdSeekWindow is what a frame may have for its window however short it is, so
+	// much every decoder should grant (RFC 8878 section 3.1.1.1.2).
+	zstdSeekWindow = 8 << 20
 )
 
 func openZstd(r *bufio.Reader) (io.ReadCloser, error) {
@@ -32,17 +35,20 @@ func openZstd(r *bufio.Reader) (io.ReadCloser, error) {
 	if err != nil {
 		return nil, err
 	}
-	return zstdReader{d.IOReadCloser()}, nil
+	return zstdReader{d.IOReadCloser(), WindowBytes}, nil
 }
 
-// zstdReader words what people are to do.
-type zstdReader struct{ io.ReadCloser }
+// zstdReader words what people are to do. Windows have at most that many bytes.
+type zstdReader struct {
+	io.ReadCloser
+	most int64
+}
 
 func (r zstdReader) Read(p []byte) (int, error) {
 	n, err := r.ReadCloser.Read(p)
 	switch {
 	case errors.Is(err, zstd.ErrWindowSizeExceeded):
-		err = fault.Terminal(fault.FormatNotSupported, fmt.Errorf("the zstd stream needs a window of more than %d bytes: compress the image again with --long=27 or less: %w", int64(WindowBytes), err))
+		err = fault.Terminal(fault.FormatNotSupported, fmt.Errorf("the zstd stream needs a window of more than %d bytes: compress the image again with a smaller one (--long=27 has %d): %w", r.most, int64(WindowBytes), err))
 	case errors.Is(err, zstd.ErrUnknownDictionary):
 		err = fault.Terminal(fault.FormatNotSupported, fmt.Errorf("the zstd stream needs a dictionary that is not in it: compress the image again without one: %w", err))
 	}
@@ -108,14 +114,29 @@ func blocksOfZstd(ctx context.Context, zs compression, b Ranged) (*blocked, erro
 	if ats[frames] != tableAt {
 		return nil, brokenStream(zs, fmt.Errorf("the table of frames ends at %d and itself begins at %d", ats[frames], tableAt), 0)
 	}
-	return newBlocked(zs, starts, min(longest, WindowBytes), func(i int) (io.ReadCloser, error) {
+	// A decoder allocates the whole window, whatever the frame's length. Where that
+	// is out of proportion, one is to serve all frames, one after the other.
+	window := int64(zstdSeekWindow)
+	for window < min(longest, WindowBytes) {
+		window *= 2
+	}
+	first := make([]byte, zstd.HeaderMaxSize)
+	n, err := readUpTo(ctx, b, first, 0)
+	if err != nil {
+		return nil, err
+	}
+	var h zstd.Header
+	if err := h.Decode(first[:n]); err != nil || h.WindowSize > uint64(window) {
+		return nil, nil
+	}
+	return newBlocked(zs, starts, window, func(i int) (io.ReadCloser, error) {
 		one := zs
 		one.open = func(r *bufio.Reader) (io.ReadCloser, error) {
-			d, err := zstd.NewReader(r, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(WindowBytes), zstd.WithDecoderMaxMemory(math.MaxInt64), zstd.WithDecoderLowmem(true))
+			d, err := zstd.NewReader(r, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(uint64(window)), zstd.WithDecoderMaxMemory(math.MaxInt64), zstd.WithDecoderLowmem(true))
 			if err != nil {
 				return nil, err
 			}
-			f := &zstdFrame{ReadCloser: zstdReader{d.IOReadCloser()}}
+			f := &zstdFrame{ReadCloser: zstdReader{d.IOReadCloser(), window}}
 			if flags&zstdSeekSummed != 0 {
 				f.sum, f.want = xxhash.New(), binary.LittleEndian.Uint32(table[8+int64(i)*entry+8:])
 			}
