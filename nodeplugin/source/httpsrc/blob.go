@@ -343,14 +343,25 @@ func (b *blob) refused(a *answer) error {
 		return fault.Terminal(fault.NotFound, fmt.Errorf("%s does not exist (%s): correct spec.source.http.url", at, status))
 	case code == http.StatusRequestTimeout, code == http.StatusTooEarly, code == http.StatusTooManyRequests, code >= 500:
 		err := fault.Transient(fault.ServerError, fmt.Errorf("%s: the server can't answer now (%s): check the server", at, status))
-		if s, aerr := strconv.Atoi(a.Header.Get("Retry-After")); aerr == nil && s > 0 {
-			return &busyError{err, time.Duration(min(s, 3600)) * time.Second}
-		}
-		return err
+		return &busyError{err, retryAfter(a.Header)}
 	case code >= 400:
 		return fault.Terminal(fault.InvalidSource, fmt.Errorf("%s refuses the request (%s): check spec.source.http.url and the headers that it is given", at, status))
 	}
 	return b.odd(a, "answers with the status %s", status)
+}
+
+// retryAfter is how long a server wants to be left alone, in seconds or until a date
+// (RFC 9110 section 10.2.3); 0 or less where it does not say.
+func retryAfter(h http.Header) time.Duration {
+	said := h.Get("Retry-After")
+	if s, err := strconv.ParseUint(said, 10, 31); err == nil {
+		return time.Duration(s) * time.Second
+	}
+	at, err := http.ParseTime(said)
+	if err != nil {
+		return 0
+	}
+	return time.Until(at)
 }
 
 // validatorOf reads what the server says about the content.

@@ -171,6 +171,44 @@ func TestMisdeedsInTheMiddle(t *testing.T) {
 	}
 }
 
+// A server that says when it can answer again is left alone until then, but not for
+// as long as it likes.
+func TestRetryAfter(t *testing.T) {
+	content := sourcetest.Content(8, 1<<20)
+	for _, row := range []struct {
+		says        string // a date where it begins with +
+		least, most time.Duration
+	}{
+		{"", 0, 200 * time.Millisecond},
+		{"20", 20 * time.Second, 21 * time.Second},
+		{"+20s", 19 * time.Second, 21 * time.Second},
+		{"+-20s", 0, 200 * time.Millisecond},
+		{"3600", maxWait, maxWait + time.Second},
+		{"99999999999999999999", 0, 200 * time.Millisecond},
+		{"soon", 0, 200 * time.Millisecond},
+	} {
+		bubble(t, row.says, func(t *testing.T) {
+			says := row.says
+			if after, err := time.ParseDuration(strings.TrimPrefix(says, "+")); err == nil && says[0] == '+' {
+				says = time.Now().Add(after).UTC().Format(http.TimeFormat)
+			}
+			blob := openFaulty(t, content, func(n int) peers.Misdeed {
+				if n == 2 {
+					return peers.Status(503, "Retry-After: "+says)
+				}
+				return nil
+			})
+			start := time.Now()
+			if _, err := blob.(source.Ranged).ReadAtContext(t.Context(), make([]byte, 1000), 200_000); err != nil {
+				t.Fatal(err)
+			}
+			if took := time.Since(start); took < row.least || took > row.most {
+				t.Errorf("asked again after %v, want %v to %v", took, row.least, row.most)
+			}
+		})
+	}
+}
+
 // bubble runs a test with a clock of its own.
 func bubble(t *testing.T, name string, f func(*testing.T)) {
 	t.Run(name, func(t *testing.T) { synctest.Test(t, f) })
