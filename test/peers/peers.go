@@ -2,7 +2,8 @@
 // that starts one, returns where it listens, and ends it with the test.
 //
 // It knows nothing of what is tested against them. Real servers wherever there
-// is one; Faulty is for the misdeeds that no real server can be asked for.
+// is one; Faulty is for the misdeeds that no real server can be asked for, and Disk
+// is for those of disks.
 package peers
 
 import (
