@@ -49,18 +49,13 @@ func TestMain(m *testing.M) {
 type seen struct {
 	UID, GID, PID                     int
 	Groups                            []int
-	Capabilities, Bounding            int
-	NoNewPrivs, Dumpable              int
-	Interfaces                        []string
 	Root                              []string
 	Hostname                          string
 	Environment                       []string
 	Read                              string
 	Opened, Allowed, Unexpected       []string
 	FileLimit, OpenLimit, CoreLimit   uint64
-	Threads                           int
 	ReadRoots                         string
-	DeathSignal                       int
 	SetDirect, TargetWrite, HoleError string
 }
 
