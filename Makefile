@@ -83,6 +83,7 @@ test-long: deps servers ## long fuzzing, large images, kills over and over: what
 			go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 1x "$$(dirname "$$file")" || exit; \
 		done || exit; \
 	done
+	@LONGSHORE_LONG=1 go test -count 1 -timeout 2h -run '^(TestMisfortunes|TestMoverKilledAtRandomMoments)$$' ./nodeplugin
 	@LONGSHORE_TEST_IMAGE_BYTES=10737418240 go test -count 1 -timeout 1h -run '^TestMemory$$' ./nodeplugin
 	@go test -count $(TIMES) -timeout 4h -p 1 -run 'Kill|Crash|Race|Concurrent|Twenty|MidTransfer' $(MOUNTING) ./test/e2e
 

@@ -31,6 +31,7 @@ import (
 	"github.com/longshore-io/longshore/nodeplugin/source"
 	"github.com/longshore-io/longshore/nodeplugin/source/blank"
 	"github.com/longshore-io/longshore/nodeplugin/source/httpsrc"
+	"github.com/longshore-io/longshore/test/peers"
 )
 
 const mib = 1 << 20
@@ -46,7 +47,7 @@ func init() {
 	}
 	switch os.Args[1] {
 	case mover.Subcommand:
-		os.Exit(mover.Main(source.Kinds{httpsrc.Kind, blank.Kind}))
+		os.Exit(mover.Main(source.Kinds{httpsrc.Kind, blank.Kind, spy, hog}))
 	case fillerArg:
 		fillAsOtherProcess(os.Args[2:])
 	}
@@ -66,6 +67,8 @@ type web struct {
 	freed    chan struct{}
 	server   *http.Server
 	auth     string
+	requests int
+	plan     func(n int, r *http.Request) peers.Misdeed // as peers.Faulty has it
 }
 
 func serveFile(t testing.TB, path string) *web {
@@ -112,7 +115,8 @@ func (w *web) holdAt(n int64) {
 
 func (w *web) ServeHTTP(rw http.ResponseWriter, r *http.Request) {
 	w.mu.Lock()
-	path, etag, modified, auth := w.file, w.etag, w.modified, w.auth
+	w.requests++
+	n, path, etag, modified, auth, plan := w.requests, w.file, w.etag, w.modified, w.auth, w.plan
 	w.mu.Unlock()
 	if auth != "" && r.Header.Get("Authorization") != auth {
 		rw.WriteHeader(http.StatusUnauthorized)
@@ -124,10 +128,20 @@ func (w *web) ServeHTTP(rw http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer f.Close()
-	if etag != "" {
-		rw.Header().Set("ETag", etag)
+	well := http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+		if etag != "" {
+			rw.Header().Set("ETag", etag)
+		}
+		http.ServeContent(rw, r, "disk.img", modified, f)
+	})
+	c := &counter{rw, w, r.Context()}
+	if plan != nil {
+		if do := plan(n, r); do != nil {
+			do(c, r, well)
+			return
+		}
 	}
-	http.ServeContent(&counter{rw, w, r.Context()}, r, "disk.img", modified, f)
+	well.ServeHTTP(c, r)
 }
 
 // counter hides ReaderFrom, so that every byte is seen.
@@ -155,6 +169,8 @@ func (c *counter) Write(p []byte) (int, error) {
 	c.w.sent.Add(int64(n))
 	return n, err
 }
+
+func (c *counter) Flush() { c.ResponseWriter.(http.Flusher).Flush() }
 
 // noise writes a file of random bytes that begins as no image does, with a hole
 // in each 16 MiB.
@@ -392,63 +408,6 @@ func sole(t testing.TB, parent int) int {
 }
 
 const perKill = 64 * mib // what a kill may cost, counted at the server
-
-// However often the mover is killed, the volume is filled, and little is read
-// again each time.
-func TestMoverKilledManyTimes(t *testing.T) {
-	const size = 320 * mib
-	path := noise(t, 2, size)
-	w := serveFile(t, path)
-	job := volume(t, t.TempDir(), size, w.url())
-	f := newFiller(t)
-	w.holdAt(20 * mib)
-	r := fill(t, f, job)
-	kills := 0
-	var sent, durable int64
-	for next := int64(24 * mib); ; next += 32 * mib {
-		w.holdAt(40 * mib)
-		var over bool
-		for !over {
-			select {
-			case p := <-r.reports:
-				over = copying(p) && p.BytesDone >= next
-			case <-r.done:
-				over = true
-			}
-		}
-		pids := movers(t, os.Getpid())
-		if len(pids) == 0 {
-			break
-		}
-		if err := unix.Kill(pids[0], unix.SIGKILL); err != nil {
-			break
-		}
-		kills++
-		// What was sent for this mover and is not on record is sent again.
-		p := r.until("the retry", func(p Progress) bool { return p.Phase == PhaseRetrying })
-		if p.Reason != fault.MoverDied {
-			t.Errorf("reason %s: %s", p.Reason, p.Message)
-		}
-		now, done := w.sent.Load(), recorded(t, job).Done.Bytes()
-		if lost := (now - sent) - (done - durable); lost > perKill {
-			t.Errorf("kill %d: %d bytes were sent since the last one and %d recorded: %d are sent again, want at most %d", kills, now-sent, done-durable, lost, perKill)
-		}
-		sent, durable = now, done
-	}
-	w.holdAt(-1)
-	r.ok()
-	if kills < 5 {
-		t.Errorf("only %d kills", kills)
-	}
-	equal(t, job.Target, path)
-	t.Logf("%d kills, %d MiB sent for an image of %d MiB", kills, w.sent.Load()/mib, size/mib)
-	if over := w.sent.Load() - size; over > int64(kills)*perKill {
-		t.Errorf("%d kills: %d bytes sent again", kills, over)
-	}
-	if left := movers(t, os.Getpid()); len(left) > 0 {
-		t.Errorf("movers %v are left", left)
-	}
-}
 
 // fillAsOtherProcess fills the volume in a folder from a URL and says what comes
 // to pass: it is killed, as node plugins are.

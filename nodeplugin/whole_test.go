@@ -85,7 +85,7 @@ func plugin(dir, url, fsType string) error {
 }
 
 // An image comes over HTTP by real movers into a real pool; the plugin is killed
-// in the middle, and its successor goes on.
+// in the middle, and its successor goes on; so does its mover, and another goes on.
 func TestTheWholeWay(t *testing.T) {
 	const imageBytes = 96 * testMiB
 	image := noise(t, 7, imageBytes)
@@ -130,11 +130,17 @@ func TestTheWholeWay(t *testing.T) {
 			if n := f.volumeLoops(t); n != 0 {
 				t.Errorf("%d loop devices are left of the killed transfer", n)
 			}
-			w.holdAt(-1)
+			w.holdAt(24 * testMiB)
 			ctx := t.Context()
 			order, err := wholeOrder(w.url(), "a2")
 			must(t, err)
 			must(t, f.Populate(ctx, "v", order))
+			f.eventually(t, "more is done", func() bool {
+				p, _ := f.job("v").seen()
+				return copying(p) && p.BytesRead > 16*testMiB
+			})
+			must(t, unix.Kill(sole(t, os.Getpid()), unix.SIGKILL)) // the mover alone
+			w.holdAt(-1)
 			f.eventually(t, "it is populated", func() bool { return f.state("v") == pool.Populated && f.job("v") == nil })
 			if sent := w.sent.Load(); sent > imageBytes+64*testMiB {
 				t.Errorf("the server sent %d bytes of an image of %d: more than 64 MiB again", sent, int64(imageBytes))
