@@ -26,8 +26,8 @@ const (
 	// from afar while they are decompressed.
 	DefaultMemoryBytes = 256 << 20
 
-	// A batch is made durable when it has so many bytes that were read for it,
-	// or when its first range is so old.
+	// A batch is made durable when it has so many bytes that were read for it, when
+	// its first range is so old, or when the mover waits for that.
 	batchBytes = 16 << 20
 	batchAge   = time.Second
 	batchMost  = 4096 // ranges
@@ -290,6 +290,8 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 				return Result{}, fault.Transient(fault.TooSlow, fmt.Errorf("nothing was read or written for %v", standstill))
 			}
 			s.node.Moved(clamp(p.A, s.job.TargetBytes), max(p.B, 0))
+		case flush:
+			notify(s.full)
 		case result:
 			if p.Flags&ok == 0 {
 				return Result{}, p.fault()

@@ -393,6 +393,23 @@ func TestOldBatch(t *testing.T) {
 	}
 }
 
+// At the end nobody waits for a batch to become full or old.
+func TestFlush(t *testing.T) {
+	_, err := playedFor(t, time.Hour, &desk{}, func(t *testing.T, s *socket) {
+		if err := hello(s); err != nil {
+			t.Error(err)
+		}
+		expect(t, s, proceed, 0)
+		s.send(packet{Kind: done, ID: 1, A: 0, B: mib, C: mib})
+		s.send(packet{Kind: flush})
+		expect(t, s, durable, 1)
+		s.send(packet{Kind: result, Flags: ok, A: 32 * mib})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 // Scattered ranges do not pile up in the node plugin.
 func TestFloodOfRanges(t *testing.T) {
 	n := &counting{desk: &desk{}}

@@ -268,6 +268,9 @@ func (n *node) Done(ctx context.Context, off, length int64) error {
 
 // Flush is Ledger's.
 func (n *node) Flush(ctx context.Context) error {
+	if err := n.control.send(packet{Kind: flush}); err != nil {
+		return err
+	}
 	if err := n.until(ctx, func() bool { return len(n.waiting) == 0 }); err != nil {
 		return err
 	}

@@ -36,6 +36,7 @@ const (
 	done     // ID counts up; A: offset, B: length, C: how many of these bytes were read for it
 	progress // A: bytes done, B: bytes read
 	hashed   // A: bytes that are summed up; Text: the state of the hash
+	flush    // all that is done is to become durable soon
 	result   // Flags: ok, or fault; A: bytes of the disk
 )
 
