@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -39,6 +40,10 @@ var packers = []struct {
 	{"xz -e with a check of 32 bits", "xz -1e --check=crc32 -c", false},
 	{"xz with SHA-256", "xz -0 --check=sha256 -c", false},
 	{"xz without a check", "xz -0 --check=none -c", false},
+	{"xz with other literals", "xz -c --lzma2=preset=1,lc=0,lp=4,pb=0", false},
+	{"xz with other positions", "xz -c --lzma2=preset=2,lc=4,lp=0,pb=4", false},
+	{"xz with a short dictionary", "xz -c --lzma2=preset=6,dict=4KiB,lc=1,lp=1", false},
+	{"xz with an odd dictionary", "xz -c --lzma2=preset=0,dict=98304", false},
 	{"xz in blocks", "xz -0 -T2 --block-size=1MiB -c", true},
 	{"xz in odd blocks", "xz -0 --block-size=300001 -c", true},
 	{"xz in blocks without their lengths", "xz -0 -T1 --block-size=1MiB -c", true},
@@ -532,6 +537,28 @@ func TestManyBlocks(t *testing.T) {
 	defer opened.Close()
 	if opened.Disk != nil {
 		t.Error("a list of 131073 blocks was kept")
+	}
+}
+
+// Memory is given as there is something to keep, not as a header claims it.
+func TestModestDictionaries(t *testing.T) {
+	img := images.Raw(t, 27, 1<<20)
+	b := packed(t, "xz -T1 --block-size=4KiB --lzma2=preset=0,dict=64MiB -c", img.Path)
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	opened, err := image.Open(t.Context(), stream{b}, image.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer opened.Close()
+	got, err := readAll(t, opened, len(img.Content))
+	if err != nil {
+		t.Fatal(err)
+	}
+	runtime.ReadMemStats(&after)
+	same(t, "small blocks", got, img.Content)
+	if n := after.TotalAlloc - before.TotalAlloc; n > 256<<20 {
+		t.Errorf("256 blocks of 4 KiB took %d bytes", n)
 	}
 }
 

@@ -396,8 +396,8 @@ func newXZBlock(src *xzSource, h xzBlockHeader, checkID byte) (b *xzBlock, err e
 	if b.check, err = xzCheck(checkID); err != nil {
 		return nil, err
 	}
-	b.content, err = newLZMA2(src, int(h.dictionary))
-	return b, err
+	b.content = newLZMA2(src, int(h.dictionary))
+	return b, nil
 }
 
 func (b *xzBlock) Read(p []byte) (n int, err error) {
