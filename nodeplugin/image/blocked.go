@@ -335,43 +335,55 @@ func (b *blocked) strip(off int64) int64 {
 	return b.starts[min(b.part(off+stripBytes-1), b.count()-1)+1]
 }
 
-// strips is a raw disk in parts that are decompressed best each by one reader.
-type strips struct {
-	raw
-	b *blocked
+// inParts is a disk whose file lies at byte at of a content in parts, which are
+// decompressed best each by one reader.
+type inParts struct {
+	Disk
+	b  *blocked
+	at int64
 }
 
-// Strip returns the end of a part.
-func (s strips) Strip(_ context.Context, off int64) (int64, error) { return s.b.strip(off), nil }
-
-// Readers is how many strips are read best at once.
-func (s strips) Readers() int { return min(s.b.most, runtime.GOMAXPROCS(0)) }
-
-// mappedStrips is a disk whose file is in such parts.
-type mappedStrips struct {
-	*mapped
-	b *blocked
+func newInParts(d Disk, b *blocked) Disk {
+	var file Ranged
+	switch d := d.(type) {
+	case *mapped:
+		file = d.file
+	case raw:
+		file = d.Ranged
+	}
+	s, _ := file.(section) // of a bundle
+	return inParts{d, b, s.at.at}
 }
 
 // Strip returns where the disk goes on in another part of the file.
-func (s mappedStrips) Strip(ctx context.Context, off int64) (int64, error) {
-	end, hostEnd := min(off+stripSearch, s.size), int64(-1)
-	err := s.walk(ctx, off, end-off, func(seg segment) {
-		if seg.kind != extent.Data {
+func (d inParts) Strip(ctx context.Context, off int64) (int64, error) {
+	m, ok := d.Disk.(*mapped)
+	if !ok {
+		return d.b.strip(d.at+off) - d.at, nil
+	}
+	end, hostEnd := min(off+stripSearch, m.size), int64(-1)
+	err := m.walk(ctx, off, end-off, func(s segment) {
+		if s.kind != extent.Data {
 			return
 		}
+		host := d.at + s.host
 		if hostEnd < 0 {
-			hostEnd = s.b.strip(seg.host)
+			hostEnd = d.b.strip(host)
 		}
 		switch {
-		case seg.host >= hostEnd:
-			end = min(end, seg.start)
-		case !seg.compressed && seg.hostEnd() > hostEnd:
-			end = min(end, seg.start+hostEnd-seg.host)
+		case host >= hostEnd:
+			end = min(end, s.start)
+		case !s.compressed && host+s.hostLen > hostEnd:
+			end = min(end, s.start+hostEnd-host)
 		}
 	})
 	return end, err
 }
 
-// Readers leaves a decoder to the tables, which lie elsewhere in the file.
-func (s mappedStrips) Readers() int { return max(1, s.b.most-1) }
+// Readers leaves a decoder to tables, which lie elsewhere in the file.
+func (d inParts) Readers() int {
+	if d.b.keepRecent {
+		return max(1, d.b.most-1)
+	}
+	return min(d.b.most, runtime.GOMAXPROCS(0))
+}

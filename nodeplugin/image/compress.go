@@ -101,21 +101,17 @@ func openBlocked(ctx context.Context, blocks *blocked, c compression, o Options)
 	case err != nil:
 	case f.opens == asRaw:
 		opened = openRaw(blocks, f.name)
-		opened.Disk = strips{raw{blocks}, blocks}
 	case o.Spool != nil:
 		return nil, blocks.Close()
 	default:
 		blocks.keepRecent = true
-		if opened, err = openAs(ctx, blocks, f, o); err == nil {
-			if m, ok := opened.Disk.(*mapped); ok {
-				opened.Disk = mappedStrips{m, blocks}
-			}
-		}
+		opened, err = openAs(ctx, blocks, f, o)
 	}
 	if err != nil {
 		blocks.Close()
 		return nil, fmt.Errorf("inside %s: %w", c.name, err)
 	}
+	opened.Disk = newInParts(opened.Disk, blocks)
 	opened.Info.Compression, opened.blocks, opened.below = c.name, blocks, blocks
 	return opened, nil
 }

@@ -45,6 +45,7 @@ var packers = []struct {
 	{"xz with a short dictionary", "xz -c --lzma2=preset=6,dict=4KiB,lc=1,lp=1", false},
 	{"xz with an odd dictionary", "xz -c --lzma2=preset=0,dict=98304", false},
 	{"xz in blocks", "xz -0 -T2 --block-size=1MiB -c", true},
+	{"xz in longer and longer blocks", "xz -0 --block-list=4KiB,100KiB,2MiB -c $0", true},
 	{"xz in odd blocks", "xz -0 --block-size=300001 -c", true},
 	{"xz in blocks without their lengths", "xz -0 -T1 --block-size=1MiB -c", true},
 	{"xz in blocks with SHA-256", "xz -0 -T2 --block-size=2MiB --check=sha256 -c", true},
@@ -273,6 +274,7 @@ func noise(t *testing.T, size int) images.Image {
 	t.Helper()
 	img := images.Image{Path: filepath.Join(t.TempDir(), "noise.raw"), Format: "raw", Content: make([]byte, size)}
 	rand.NewChaCha8([32]byte{4}).Read(img.Content)
+	copy(img.Content[510:], "\x55\xaa")
 	if err := os.WriteFile(img.Path, img.Content, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -283,8 +285,12 @@ func noise(t *testing.T, size int) images.Image {
 // again.
 func TestStructuredIsReadOnce(t *testing.T) {
 	raw := noise(t, 24<<20)
-	for _, options := range []string{"", "-c"} {
-		content := packed(t, "qemu-img convert -f raw -O qcow2 "+options+" $0 $0.qcow2; cat $0.qcow2", raw.Path)
+	for _, command := range []string{
+		"qemu-img convert -f raw -O qcow2 $0 $0.qcow2; cat $0.qcow2",
+		"qemu-img convert -f raw -O qcow2 -c $0 $0.qcow2; cat $0.qcow2",
+		`cd "${0%/*}"; tail -c 9000000 $0 > readme; tar -c readme noise.raw`,
+	} {
+		content := packed(t, command, raw.Path)
 		b := seekable(t, content, 12<<20, false)
 		m := &memory{b: b}
 		opened, err := image.Open(t.Context(), m, image.Options{})
@@ -296,9 +302,9 @@ func TestStructuredIsReadOnce(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		same(t, options, got, raw.Content)
+		same(t, command, got, raw.Content)
 		if read := m.read.Load(); read > int64(len(b))*7/4 {
-			t.Errorf("%q: %d bytes were read of a file of %d", options, read, len(b))
+			t.Errorf("%s: %d bytes were read of a file of %d", command, read, len(b))
 		}
 	}
 }

@@ -152,10 +152,11 @@ func (o *Opened) Measure(ctx context.Context) (Info, error) {
 	if o.Disk == nil || info.AllocatedBytes >= 0 {
 		return info, nil
 	}
-	m, ok := o.Disk.(*mapped)
-	if s, is := o.Disk.(mappedStrips); is {
-		m, ok = s.mapped, true
+	disk := o.Disk
+	if d, ok := disk.(inParts); ok {
+		disk = d.Disk
 	}
+	m, ok := disk.(*mapped)
 	if !ok {
 		return info, nil
 	}

@@ -310,7 +310,8 @@ func readVLI(r io.ByteReader) (int64, error) {
 type xzBlockHeader struct {
 	bytes            int64 // of the header
 	compressed, size int64 // of the block, -1 unknown
-	dictionary       int64
+	claims           int64 // to look back, though it may be shorter
+	dictionary       int64 // what it can look back
 }
 
 // readXZBlockHeader reads a block's header, of which first is the first byte.
@@ -358,9 +359,10 @@ func readXZBlockHeader(src *xzSource, first byte) (h xzBlockHeader, err error) {
 	if err != nil || n != 1 || bits > 40 {
 		return h, errors.New("the properties of LZMA2 are not valid")
 	}
-	if h.dictionary = 1<<32 - 1; bits < 40 {
-		h.dictionary = int64(2|bits&1) << (bits/2 + 11)
+	if h.claims = 1<<32 - 1; bits < 40 {
+		h.claims = int64(2|bits&1) << (bits/2 + 11)
 	}
+	h.dictionary = h.claims
 	for r.Len() > 0 {
 		if c, _ := r.ReadByte(); c != 0 {
 			return h, errors.New("a block header is not padded with zeros")
@@ -523,7 +525,11 @@ func blocksOfXZ(ctx context.Context, xz compression, b Ranged) (*blocked, error)
 			if err != nil {
 				return nil, broken(err)
 			}
-			window = max(window, min(h.dictionary, records[0].length))
+			longest := int64(0)
+			for _, r := range records {
+				longest = max(longest, r.length)
+			}
+			window = max(window, min(h.claims, longest, WindowBytes))
 		}
 		if _, err := readExactly(ctx, b, head[:], at); err != nil {
 			return nil, err
