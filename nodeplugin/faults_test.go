@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"text/tabwriter"
@@ -189,7 +190,7 @@ type trial struct {
 	// restarts: it may begin again, once.
 	restarts  bool
 	identical bool
-	spools    int // that were made and are not closed
+	spools    atomic.Int32 // that were made and are not closed
 
 	mu        sync.Mutex
 	rnd       *rand.Rand
@@ -220,7 +221,7 @@ func newTrial(t *testing.T, seed uint64, path string, size int64) *trial {
 		if err == nil {
 			err = errors.Join(f.Truncate(size), os.Remove(f.Name()))
 		}
-		x.spools++
+		x.spools.Add(1)
 		return spoolFile{f, size, &x.spools}, err
 	}
 	x.filler.Launcher.Ended = x.ended
@@ -231,12 +232,12 @@ func newTrial(t *testing.T, seed uint64, path string, size int64) *trial {
 type spoolFile struct {
 	file  *os.File
 	bytes int64
-	open  *int
+	open  *atomic.Int32
 }
 
 func (s spoolFile) Files() []*os.File { return []*os.File{s.file} }
 func (s spoolFile) Bytes() int64      { return s.bytes }
-func (s spoolFile) Close()            { s.file.Close(); *s.open-- }
+func (s spoolFile) Close()            { s.file.Close(); s.open.Add(-1) }
 
 // onDisk has it write to a disk that may fail.
 func (x *trial) onDisk() {
@@ -365,8 +366,8 @@ func (x *trial) check() {
 	if !j.Complete || j.Restarts > 1 || j.Restarts > 0 && !x.restarts {
 		x.t.Errorf("the journal is complete: %v, after %d restarts", j.Complete, j.Restarts)
 	}
-	if x.spools != 0 {
-		x.t.Errorf("%d spools are still there", x.spools)
+	if n := x.spools.Load(); n != 0 {
+		x.t.Errorf("%d spools are still there", n)
 	}
 	if names, err := os.ReadDir(filepath.Dir(x.job.Journal)); err != nil || len(names) != 2 {
 		x.t.Errorf("beside the journal: %v, %v", names, err)
@@ -480,9 +481,11 @@ func powerCut(x *trial) func() {
 	return func() {
 		for i := range 3 {
 			x.after(x.file/8 + x.random(x.file/8))
-			if i == 1 && x.spools == 0 { // so much that pieces are complete, however many are on their way
+			if i == 1 { // so much that pieces are complete, however many are on their way
 				x.after(x.file / 3)
-				x.await("something is recorded", func() bool { return recorded(x.t, x.job).Done.Len() > 0 })
+				x.await("something is recorded, or spooled", func() bool {
+					return recorded(x.t, x.job).Done.Len() > 0 || x.spools.Load() > 0
+				})
 			}
 			x.cancel()
 			<-x.done
