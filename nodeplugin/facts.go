@@ -18,6 +18,8 @@ type facts struct {
 	VirtualBytes int64           `json:"virtualBytes,omitempty"`
 	Validator    json.RawMessage `json:"validator,omitempty"`
 	Warnings     []string        `json:"warnings,omitempty"`
+	// Cached: the image came from the node's cache.
+	Cached bool `json:"cached,omitempty"`
 }
 
 const (

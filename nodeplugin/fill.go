@@ -198,6 +198,7 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 	// The pool makes files of nothing but zeros, and so is a new disk.img.
 	work := Job{Volume: id, Owner: j.order.Owner, TargetBytes: v.Bytes, KnownZero: true, Recipe: j.order.Recipe, Journal: p.JournalPath(id)}
 	work.Spool = spoolOf(p, v.Bytes)
+	s.useImages(p, j.order, &work)
 	report := func(progress Progress) {
 		j.mu.Lock()
 		progress.Retries = max(progress.Retries, j.progress.Retries)
@@ -215,7 +216,7 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 		work.Target = file
 		result, err = s.cfg.Fill.Fill(ctx, work, report)
 	} else {
-		result, err = s.fillFilesystem(ctx, p, v, file, work, report)
+		result, err = s.fillFilesystem(ctx, p, v, file, work, j.order, report)
 	}
 	if err != nil {
 		return err
@@ -223,12 +224,15 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 	if err := file.Sync(); err != nil {
 		return fmt.Errorf("sync volume: %w", err)
 	}
+	if v.Mode == pool.Block {
+		s.keepImage(ctx, p, file, j.order, result, wholeFile(result))
+	}
 	validator, err := json.Marshal(result.Validator)
 	if err != nil {
 		return fmt.Errorf("validator of the source: %w", err)
 	}
 	f := factsOf(v)
-	f.Format, f.VirtualBytes, f.Validator, f.Warnings = result.Format, result.VirtualSize, validator, result.Warnings
+	f.Format, f.VirtualBytes, f.Validator, f.Warnings, f.Cached = result.Format, result.VirtualSize, validator, result.Warnings, result.Cached
 	if v.Mode == pool.Filesystem {
 		f.Filesystem = fsMade
 	}
@@ -263,7 +267,7 @@ func spoolOf(p *pool.Pool, target int64) func() (Spool, error) {
 
 // fillFilesystem fills /disk.img of a filesystem volume, which nobody can see
 // until it is populated.
-func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume, file *os.File, work Job, report func(Progress)) (result Result, err error) {
+func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume, file *os.File, work Job, o Order, report func(Progress)) (result Result, err error) {
 	l, err := soleLoop(ctx, file)
 	if err != nil {
 		return result, err
@@ -318,6 +322,7 @@ func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume
 	if err := unix.Syncfs(int(root.Fd())); err != nil {
 		return result, fmt.Errorf("sync the filesystem of volume %s: %w", v.ID, err)
 	}
+	s.keepImage(ctx, p, file, o, result, withinVolume(img, result))
 	return result, nil
 }
 

@@ -26,6 +26,7 @@ import (
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/journal"
 	"github.com/longshore-io/longshore/nodeplugin/mover"
+	"github.com/longshore-io/longshore/nodeplugin/pool"
 	"github.com/longshore-io/longshore/nodeplugin/source"
 )
 
@@ -64,6 +65,10 @@ type Job struct {
 	// Spool makes room for an image that has to be read again and comes only once;
 	// see mover.Spool. It is called at most once; nil: there is none.
 	Spool func() (Spool, error)
+	// Cached returns the disk that a source with this validator gave before, or nil;
+	// the caller closes it. What is wrong with one is told to Spoilt. nil: there are none.
+	Cached func(source.Validator) *pool.CachedImage
+	Spoilt func(*pool.CachedImage)
 	// Journal is the path of the volume's journal. The caller removes it, once
 	// it has recorded that the volume is populated.
 	Journal string
@@ -113,6 +118,8 @@ type Result struct {
 	VirtualSize int64
 	Validator   source.Validator
 	Warnings    []string
+	// Cached: the disk came from the node's cache of images.
+	Cached bool
 }
 
 // Filler fills volumes. Its fields are set before the first Fill.
@@ -215,7 +222,9 @@ type filling struct {
 	hash     mover.HashState
 	readMark int64 // the journal's Read when the current mover started
 
-	spool                      Spool // nil until it is needed
+	spool                      Spool             // nil until it is needed
+	hit                        *pool.CachedImage // found by Began
+	spoilt                     bool              // a hit was of no use: there is no other
 	retries, fruitless, deaths int
 	doneMark                   int64 // bytes done when the last attempt began
 }
@@ -266,6 +275,9 @@ func (r *filling) attempt(ctx context.Context) error {
 		j.Spool, j.SpoolBytes = r.spool.Files(), r.spool.Bytes()
 	}
 	res, err := r.filler.Launcher.Move(ctx, r.job.Target, j, r)
+	if errors.Is(err, errCached) {
+		return r.fromCache(ctx)
+	}
 	if err != nil {
 		return err
 	}
@@ -326,7 +338,7 @@ func (r *filling) finish(res mover.Result) error {
 }
 
 func (r *filling) result() (Result, error) {
-	res := Result{Format: r.journal.Format, VirtualSize: r.journal.VirtualBytes, Warnings: r.facts.Warnings}
+	res := Result{Format: r.journal.Format, VirtualSize: r.journal.VirtualBytes, Warnings: r.facts.Warnings, Cached: r.journal.Cached}
 	if err := json.Unmarshal(r.journal.Validator, &res.Validator); err != nil {
 		return Result{}, fmt.Errorf("decode the journal's validator: %w", err)
 	}
@@ -471,6 +483,9 @@ func backoff(n int, first, most time.Duration) time.Duration {
 
 // Began is mover.Node's.
 func (r *filling) Began(_ context.Context, f mover.Facts) error {
+	if r.find(f) {
+		return errCached
+	}
 	validator, err := json.Marshal(f.Validator)
 	if err != nil {
 		return err

@@ -69,6 +69,8 @@ type Journal struct {
 	// HashAt bytes of the source are summed up in HashState.
 	HashAt    int64  `json:"hashAt,omitempty"`
 	HashState []byte `json:"hashState,omitempty"`
+	// Cached: the disk was copied from the node's cache of images.
+	Cached bool `json:"cached,omitempty"`
 	// Done lists the bytes of the target that are final and durable.
 	Done extent.Set `json:"-"`
 }

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -75,6 +76,23 @@ func deletes(id string) change {
 		func(m map[string]Volume) { delete(m, id) }}
 }
 
+// keeps keeps the first 2 MiB of a volume as an image, the second of them first.
+func keeps(of string) change {
+	return change{"keep an image of " + of,
+		func(p *Pool) error {
+			v, err := p.Get(of)
+			if err != nil {
+				return err
+			}
+			return keep(p, v, "1")
+		},
+		func(map[string]Volume) {}}
+}
+
+func evicts() change {
+	return change{"evict", func(p *Pool) error { return p.DropImage(testKey("1")) }, func(map[string]Volume) {}}
+}
+
 // script is what the child does. The volume "base" is there before and has data.
 var script = []change{
 	makes(Spec{ID: "a", Bytes: 3 * mib, AwaitsData: true}),
@@ -85,9 +103,12 @@ var script = []change{
 	makes(Spec{ID: "p", Bytes: 4 * mib, Preallocate: true}),
 	grows("p", 6*mib),
 	deletes("a"),
+	keeps("base"),
 	deletes("s"),
 	makes(Spec{ID: "a", Bytes: 5 * mib, From: "base2"}),
 	deletes("b"),
+	evicts(),
+	keeps("base"),
 }
 
 const (
@@ -113,7 +134,7 @@ func child(dir string) error {
 	if err != nil {
 		return err
 	}
-	p, err := Open(context.Background(), Config{Name: "test", Dir: dir, Bytes: MinBytes})
+	p, err := Open(context.Background(), Config{Name: "test", Dir: dir, Bytes: MinBytes, CachePercent: 50})
 	if err != nil {
 		return err
 	}
@@ -159,7 +180,7 @@ func runChild(t *testing.T, dir string, step int, env ...string) (begun int, kil
 func TestKilledAtEveryStep(t *testing.T) {
 	p := newPool(t, MinBytes)
 	dir := p.cfg.Dir
-	repairs := ""
+	repairs, kept := "", 0
 	for step := 1; ; step++ {
 		base := create(t, p, Spec{ID: "base", Bytes: 10 * mib})
 		data := writeRandom(t, base.Path, 0, 2*mib)
@@ -167,7 +188,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 		p.forget()
 
 		begun, killed := runChild(t, dir, step)
-		p = open(t, Config{Name: "test", Dir: dir, Bytes: MinBytes})
+		p = open(t, Config{Name: "test", Dir: dir, Bytes: MinBytes, CachePercent: 50})
 		if p.Problem() != "" {
 			t.Fatalf("step %d: %s", step, p.Problem())
 		}
@@ -195,6 +216,16 @@ func TestKilledAtEveryStep(t *testing.T) {
 			}
 		}
 		checkFiles(t, p, fmt.Sprintf("step %d, killed in %s", step, last))
+		if c := p.FindImage(testKey("1")); c != nil {
+			if got := read(t, c.File.Name(), 0, 2*mib); !bytes.Equal(got, slices.Concat(data[mib:], data[:mib])) {
+				t.Errorf("step %d, killed in %s: the image is another", step, last)
+			}
+			kept++
+			must(t, c.Close())
+			must(t, p.DropImage(testKey("1")))
+		} else if !killed {
+			t.Error("the script's image is not kept")
+		}
 		for _, v := range p.List() {
 			if err := p.Delete(t.Context(), v.ID); err != nil {
 				t.Fatalf("step %d: %v", step, err)
@@ -204,7 +235,7 @@ func TestKilledAtEveryStep(t *testing.T) {
 			if step < 70 {
 				t.Errorf("the script has %d steps only", step-1)
 			}
-			t.Logf("killed at each of %d steps", step-1)
+			t.Logf("killed at each of %d steps, %d of them with an image", step-1, kept)
 			for _, kind := range []string{"from tmp", "from trash", "meta.json.new", "finished the expansion"} {
 				if !strings.Contains(repairs, kind) {
 					t.Errorf("no repair tells of %q:\n%s", kind, repairs)
@@ -262,6 +293,10 @@ func checkFiles(t *testing.T, p *Pool, when string) {
 		folder, _ := filepath.Rel(p.root, v.folder(p.root))
 		expected[filepath.Join(folder, dataName)] = true
 		expected[filepath.Join(folder, metaName)] = true
+	}
+	for _, i := range p.Images() {
+		expected[filepath.Join(imagesName, i.id(), dataName)] = true
+		expected[filepath.Join(imagesName, i.id(), metaName)] = true
 	}
 	err := filepath.WalkDir(p.root, func(path string, e os.DirEntry, err error) error {
 		name, _ := filepath.Rel(p.root, path)

@@ -58,6 +58,9 @@ type Config struct {
 	Dir string
 	// Bytes is the size of that file; at least MinBytes.
 	Bytes int64
+	// CachePercent of the pool may hold images, as long as nobody else needs the
+	// room; 0 keeps none.
+	CachePercent int
 }
 
 // Pool is one pool. Its methods may be called at once from several goroutines.
@@ -76,6 +79,8 @@ type Pool struct {
 	repairs []string
 	volumes map[string]Volume
 	lost    map[string]int64 // bytes of volumes whose record can't be read
+	images  map[string]Image // by ImageKey.id
+	counts  CacheStats       // its counters
 	busy    map[string]bool  // ids under change
 	pending int64            // bytes reserved by changes under way
 }
@@ -88,6 +93,7 @@ const (
 	recordName    = "pool.json"
 	volumesName   = "volumes"
 	snapshotsName = "snapshots"
+	imagesName    = "images"
 	tmpName       = "tmp"
 	trashName     = "trash"
 	dataName      = "data.raw"
@@ -213,11 +219,12 @@ func (p *Pool) load(root, image string) error {
 	if r.Version != 1 || r.UUID == "" {
 		return fmt.Errorf("%s: version %d, UUID %q: not a pool of this version", filepath.Join(root, recordName), r.Version, r.UUID)
 	}
-	s := &scan{root: root, volumes: map[string]Volume{}, lost: map[string]int64{}, repaired: p.repaired}
+	s := &scan{root: root, volumes: map[string]Volume{}, lost: map[string]int64{}, images: map[string]Image{}, repaired: p.repaired}
 	if err := s.run(); err != nil {
 		return err
 	}
-	p.root, p.image, p.uuid, p.usable, p.volumes, p.lost = root, image, r.UUID, r.UsableBytes, s.volumes, s.lost
+	p.root, p.image, p.uuid, p.usable = root, image, r.UUID, r.UsableBytes
+	p.volumes, p.lost, p.images = s.volumes, s.lost, s.images
 	return nil
 }
 
@@ -266,7 +273,7 @@ func (p *Pool) Close(ctx context.Context) error {
 // forget lets go of the pool and leaves everything in place, as the end of the
 // process does.
 func (p *Pool) forget() {
-	p.root, p.image, p.uuid, p.usable, p.volumes, p.lost = "", "", "", 0, nil, nil
+	p.root, p.image, p.uuid, p.usable, p.volumes, p.lost, p.images = "", "", "", 0, nil, nil, nil
 	if p.lock != nil {
 		p.lock.Close()
 		p.lock = nil

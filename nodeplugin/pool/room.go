@@ -27,10 +27,14 @@ type Stats struct {
 	TotalBytes int64
 	// ProvisionedBytes is what volumes may grow to and snapshots hold, in sum.
 	ProvisionedBytes int64
-	// AvailableBytes is what one new volume may have at most, after the reserve.
+	// AvailableBytes is what one new volume may have at most, after the reserve;
+	// cached images make way.
 	AvailableBytes int64
 	// BackingFree is what is free on the filesystem below.
 	BackingFree int64
+	// spare is what would be available without evicting an image; it may be
+	// negative.
+	spare int64
 }
 
 // Stats tells the pool's figures; those of a pool that is not made yet are what
@@ -79,7 +83,9 @@ func (p *Pool) stats() (Stats, error) {
 	s.AvailableBytes = s.TotalBytes - reserve - s.ProvisionedBytes
 	if p.image == "" {
 		// Others write to this filesystem too.
-		s.AvailableBytes = min(s.AvailableBytes, s.BackingFree-unwritten-p.pending-reserve)
+		if free := s.BackingFree - unwritten - p.pending - reserve; free < s.AvailableBytes {
+			s.AvailableBytes = min(s.AvailableBytes, free+p.cachedAlone())
+		}
 	} else {
 		free, err := freeBytes(p.cfg.Dir)
 		if err != nil {
@@ -92,6 +98,7 @@ func (p *Pool) stats() (Stats, error) {
 			s.AvailableBytes -= max(0, size.Size()-allocated(p.image)-free)
 		}
 	}
+	s.spare = s.AvailableBytes - p.cachedBytes()
 	s.AvailableBytes = max(0, s.AvailableBytes) / extentBytes * extentBytes
 	return s, nil
 }

@@ -1,7 +1,9 @@
 package pool
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 )
@@ -11,6 +13,7 @@ type scan struct {
 	root     string
 	volumes  map[string]Volume
 	lost     map[string]int64
+	images   map[string]Image
 	repaired func(format string, args ...any)
 }
 
@@ -27,7 +30,10 @@ func (s *scan) run() error {
 	if err := s.read(volumesName, false); err != nil {
 		return err
 	}
-	return s.read(snapshotsName, true)
+	if err := s.read(snapshotsName, true); err != nil {
+		return err
+	}
+	return s.readImages()
 }
 
 // empty removes all that lies in a folder for what is not, or no longer, a volume.
@@ -109,4 +115,52 @@ func (s *scan) volume(place, id string, snapshot bool) (Volume, error) {
 	}
 	s.repaired("finished the expansion of %s from %d to %d bytes", id, st.Size(), v.Bytes)
 	return v, nil
+}
+
+// readImages reads the cache. What is wrong with an image costs a download, no more:
+// it is removed.
+func (s *scan) readImages() error {
+	entries, err := os.ReadDir(filepath.Join(s.root, imagesName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		folder := filepath.Join(s.root, imagesName, e.Name())
+		i, err := readImage(folder)
+		if err == nil {
+			s.images[e.Name()] = i
+			continue
+		}
+		if err := os.RemoveAll(folder); err != nil {
+			return err
+		}
+		s.repaired("removed %s from the cache of images: %v", e.Name(), err)
+	}
+	return nil
+}
+
+func readImage(folder string) (Image, error) {
+	var m imageMeta
+	if err := readJSON(filepath.Join(folder, metaName), &m); err != nil {
+		return Image{}, err
+	}
+	if m.Version != 1 || m.id() != filepath.Base(folder) {
+		return Image{}, fmt.Errorf("record of version %d of another image", m.Version)
+	}
+	record, err := os.Stat(filepath.Join(folder, metaName))
+	if err != nil {
+		return Image{}, err
+	}
+	data, err := os.Stat(filepath.Join(folder, dataName))
+	if err != nil {
+		return Image{}, err
+	}
+	if data.Size() != roundUp(m.VirtualBytes) {
+		return Image{}, fmt.Errorf("a disk of %d bytes in a file of %d", m.VirtualBytes, data.Size())
+	}
+	m.UsedAt, m.AllocatedBytes = record.ModTime(), allocated(filepath.Join(folder, dataName))
+	return m.Image, nil
 }

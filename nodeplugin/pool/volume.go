@@ -197,6 +197,9 @@ func (p *Pool) reserve(bytes int64) (*reservation, error) {
 	if bytes > s.AvailableBytes {
 		return nil, &FullError{Pool: p.cfg.Name, Need: bytes, Free: s.AvailableBytes}
 	}
+	if err := p.giveBack(bytes - s.spare); err != nil {
+		return nil, err
+	}
 	p.pending += bytes
 	return &reservation{p, bytes}, nil
 }
