@@ -192,3 +192,21 @@ func (r *filling) copyImage(ctx context.Context, hit *pool.CachedImage) error {
 		return nil
 	})
 }
+
+// TrimCaches has the pools give up images where others took the room for volumes.
+func (s *Stager) TrimCaches() error {
+	var errs []error
+	for _, p := range s.pools {
+		errs = append(errs, p.Trim())
+	}
+	return errors.Join(errs...)
+}
+
+// CacheStats tells how each pool's images fare, by the pool's name.
+func (s *Stager) CacheStats() map[string]pool.CacheStats {
+	stats := map[string]pool.CacheStats{}
+	for _, p := range s.pools {
+		stats[p.Name()] = p.CacheStats()
+	}
+	return stats
+}

@@ -77,7 +77,7 @@ the controller, and moves the bytes.`,
 	f.StringVar(&c.kubeletCSISocket, "kubelet-csi-socket", "/var/lib/kubelet/plugins/"+csi.DriverName+"/csi.sock", "path of --csi-socket as the kubelet sees it")
 	f.StringVar(&c.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's folder, mounted with Bidirectional propagation")
 	f.StringVar(&c.udevDir, "udev-dir", "", "udev's runtime folder, /run/udev of the host, for rules that make the host ignore guests' disks; empty: write none")
-	f.StringArrayVar(&c.pools, "pool", nil, "pool of this node: name=NAME,dir=PATH,bytes=SIZE (repeatable); bytes is the size of the file that is made where dir has no reflinks")
+	f.StringArrayVar(&c.pools, "pool", nil, "pool of this node: name=NAME,dir=PATH,bytes=SIZE[,cache=PERCENT] (repeatable); bytes is the size of the file that is made where dir has no reflinks, cache how much of the pool imported images may take while nobody else needs it")
 	f.StringVar(&c.agentAddress, "agent-address", ":9443", "address of the agent service (mutual TLS)")
 	f.StringVar(&c.metricsAddress, "metrics-address", ":8080", "address of /metrics, /healthz and /readyz")
 	f.StringVar(&c.caDir, "ca-dir", "/etc/longshore/ca", "folder of ca.crt, which the controller publishes; it may appear later")
@@ -102,8 +102,13 @@ func parsePool(text string) (pool.Config, error) {
 			c.Dir = value
 		case ok && key == "bytes":
 			c.Bytes, err = strconv.ParseInt(value, 10, 64)
+		case ok && key == "cache":
+			c.CachePercent, err = strconv.Atoi(value)
+			if err == nil && (c.CachePercent < 0 || c.CachePercent > 90) {
+				err = errors.New("want 0 to 90 percent; 0 keeps no images")
+			}
 		default:
-			err = errors.New("want name=NAME,dir=PATH,bytes=SIZE")
+			err = errors.New("want name=NAME,dir=PATH,bytes=SIZE[,cache=PERCENT]")
 		}
 		if err != nil {
 			return c, fmt.Errorf("pool %q: field %q: %w", text, field, err)
@@ -266,6 +271,9 @@ func (c nodeConfig) run(ctx context.Context) error {
 			case <-every.C:
 				if err := stager.LookForPools(ctx); err != nil {
 					log.Warn("a pool can't be used", "error", err)
+				}
+				if err := stager.TrimCaches(); err != nil {
+					log.Warn("cached images that should make way stay", "error", err)
 				}
 			}
 		}

@@ -36,6 +36,12 @@ var (
 	poolTotalDesc = prometheus.NewDesc("longshore_pool_bytes", "Size of the pool.", []string{"pool"}, nil)
 	poolGivenDesc = prometheus.NewDesc("longshore_pool_provisioned_bytes", "What volumes may grow to and snapshots hold, in sum.", []string{"pool"}, nil)
 	poolFreeDesc  = prometheus.NewDesc("longshore_pool_available_bytes", "What a new volume may have.", []string{"pool"}, nil)
+	imagesDesc    = prometheus.NewDesc("longshore_cache_images", "Imported images that are kept for the next import.", []string{"pool"}, nil)
+	imageByteDesc = prometheus.NewDesc("longshore_cache_bytes", "What the kept images hold, blocks shared with volumes included.", []string{"pool"}, nil)
+	extentsDesc   = prometheus.NewDesc("longshore_cache_extents", "Extents of all kept images: a clone takes the longer the more there are.", []string{"pool"}, nil)
+	hitsDesc      = prometheus.NewDesc("longshore_cache_hits_total", "Imports that found their image on the node.", []string{"pool"}, nil)
+	missesDesc    = prometheus.NewDesc("longshore_cache_misses_total", "Imports that did not, of those that may.", []string{"pool"}, nil)
+	evictedDesc   = prometheus.NewDesc("longshore_cache_evictions_total", "Images that made way.", []string{"pool"}, nil)
 	loopsDesc     = prometheus.NewDesc("longshore_loop_devices", "Loop devices of volumes that are staged or being filled.", nil, nil)
 )
 
@@ -61,7 +67,7 @@ func (m *nodeMetrics) moverEnded(u mover.Usage) {
 
 // Describe is prometheus.Collector's.
 func (m *nodeMetrics) Describe(c chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{progressDesc, doneDesc, totalDesc, rateDesc, retriesDesc, volumesDesc, snapshotsDesc, poolUpDesc, poolTotalDesc, poolGivenDesc, poolFreeDesc, loopsDesc} {
+	for _, d := range []*prometheus.Desc{progressDesc, doneDesc, totalDesc, rateDesc, retriesDesc, volumesDesc, snapshotsDesc, poolUpDesc, poolTotalDesc, poolGivenDesc, poolFreeDesc, loopsDesc, imagesDesc, imageByteDesc, extentsDesc, hitsDesc, missesDesc, evictedDesc} {
 		c <- d
 	}
 }
@@ -73,6 +79,14 @@ func (m *nodeMetrics) Collect(c chan<- prometheus.Metric) {
 	}
 	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
 		c <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
+	}
+	for name, s := range m.stager.CacheStats() {
+		gauge(imagesDesc, float64(s.Images), name)
+		gauge(imageByteDesc, float64(s.Bytes), name)
+		gauge(extentsDesc, float64(s.Extents), name)
+		for d, n := range map[*prometheus.Desc]int64{hitsDesc: s.Hits, missesDesc: s.Misses, evictedDesc: s.Evictions} {
+			c <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(n), name)
+		}
 	}
 	report := m.stager.Report()
 	type key struct{ pool, state string }

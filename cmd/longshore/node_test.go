@@ -40,7 +40,10 @@ func TestPoolFlag(t *testing.T) {
 	if want := (pool.Config{Name: "default", Dir: "/var/lib/longshore/default", Bytes: 100 << 30}); err != nil || got != want {
 		t.Errorf("got %+v, %v, want %+v", got, err, want)
 	}
-	for _, bad := range []string{"", "default", "name=a,dir=/a", "name=a,dir=a,bytes=1000000000", "name=a,dir=/a,bytes=1Gi", "name=a,dir=/a,bytes=5", "dir=/a,bytes=1000000000", "name=a,dir=/a,bytes=1000000000,size=4"} {
+	if got, err := parsePool("name=a,dir=/a,bytes=1000000000,cache=20"); err != nil || got.CachePercent != 20 {
+		t.Errorf("got %+v, %v", got, err)
+	}
+	for _, bad := range []string{"", "default", "name=a,dir=/a,bytes=1000000000,cache=91", "name=a,dir=/a,bytes=1000000000,cache=x", "name=a,dir=/a", "name=a,dir=a,bytes=1000000000", "name=a,dir=/a,bytes=1Gi", "name=a,dir=/a,bytes=5", "dir=/a,bytes=1000000000", "name=a,dir=/a,bytes=1000000000,size=4"} {
 		if got, err := parsePool(bad); err == nil {
 			t.Errorf("%q: got %+v, want an error", bad, got)
 		}
