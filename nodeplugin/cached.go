@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strings"
 
 	"golang.org/x/sys/unix"
 
@@ -21,9 +22,10 @@ var errCached = errors.New("the node has the disk in its cache")
 
 // imageKey is the key of what an order fetches, and whether it has one (R16): a
 // validator that is weak stands for nothing. Who gets to know the validator has
-// opened the source with the claim's own credentials.
+// opened the source with the claim's own credentials. An order with a checksum gets
+// only what that checksum has proved.
 func imageKey(o Order, v source.Validator) (pool.ImageKey, bool) {
-	k := pool.ImageKey{Scope: o.Owner, Locator: o.Recipe.Source.Kind + ":" + o.Recipe.Digest, Validator: v.Digest}
+	k := pool.ImageKey{Scope: o.Owner, Locator: strings.Join([]string{o.Recipe.Source.Kind, o.Recipe.Digest, strings.ToLower(o.Recipe.Checksum)}, " "), Validator: v.Digest}
 	if v.Digest == "" {
 		k.Validator = fmt.Sprintf("%d:%s", v.Size, v.ETag)
 	}

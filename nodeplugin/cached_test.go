@@ -34,6 +34,7 @@ func TestImageKey(t *testing.T) {
 	}{
 		"another namespace": {strong, func(o *Order) { o.Owner = "other" }, true},
 		"another source":    {strong, func(o *Order) { o.Recipe.Digest = "other" }, true},
+		"a checksum":        {strong, func(o *Order) { o.Recipe.Checksum = "md5:00" }, true},
 		"another kind":      {strong, func(o *Order) { o.Recipe.Source.Kind = "s3" }, true},
 		"another entity":    {source.Validator{Size: 5, ETag: `"2"`}, nil, true},
 		"another size":      {source.Validator{Size: 6, ETag: `"1"`}, nil, true},
