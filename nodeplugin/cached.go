@@ -58,8 +58,8 @@ func (s *Stager) keepImage(ctx context.Context, p *pool.Pool, file *os.File, o O
 	if err == nil {
 		err = p.KeepImage(ctx, pool.Image{ImageKey: k, Format: r.Format, VirtualBytes: r.VirtualSize, Warnings: r.Warnings}, file, list)
 	}
-	if err != nil {
-		s.log.Warn("the image is not kept for the next import", "error", err)
+	if err != nil && ctx.Err() == nil {
+		s.log.Info("the image is not kept for the next import", "error", err)
 	}
 }
 

@@ -69,7 +69,7 @@ func TestSecondImportMovesNothing(t *testing.T) {
 	f.Stager = s
 	specs := map[string]pool.Spec{
 		"block": {Bytes: 64 * testMiB, Mode: pool.Block},
-		"ext4":  {Bytes: 96 * testMiB, Mode: pool.Filesystem, FSType: "ext4"},
+		"ext4":  {Bytes: 640 * testMiB, Mode: pool.Filesystem, FSType: "ext4"}, // mkfs gives smaller ones blocks of 1024 bytes
 		"xfs":   {Bytes: 400 * testMiB, Mode: pool.Filesystem, FSType: "xfs"},
 	}
 	w := serveFile(t, image)

@@ -34,14 +34,13 @@ type MkfsOptions struct {
 //
 // No work is left to the kernel for later (ext4's lazy initialisation would
 // write to the volume for minutes after its first mount), and no blocks are
-// kept back for root. ext4 gets blocks of 4096 bytes also where it is small, so that
-// they can be shared with other files. XFS gets 4096-byte sectors and so can be mounted whatever
+// kept back for root. XFS gets 4096-byte sectors and so can be mounted whatever
 // the sector size of the device below; it needs 300 MiB.
 func Mkfs(ctx context.Context, dev, fstype string, o MkfsOptions) error {
 	var args []string
 	switch fstype {
 	case Ext4:
-		args = []string{"-q", "-F", "-m", "0", "-b", "4096"}
+		args = []string{"-q", "-F", "-m", "0"}
 		if o.Zeroed {
 			args = append(args, "-E", "nodiscard,assume_storage_prezeroed=1")
 		} else {
