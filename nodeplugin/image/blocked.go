@@ -84,7 +84,18 @@ func (b *blocked) Size() int64 { return b.starts[len(b.starts)-1] }
 
 func (b *blocked) count() int { return len(b.starts) - 1 }
 
-// part is the one that holds off, which is in the content; empty ones hold nothing.
+// readable tells whether there are several parts to be read apart. Where one is said
+// to be empty nobody would come to it, and learn whether it is.
+func (b *blocked) readable() bool {
+	for i := range b.count() {
+		if b.starts[i] == b.starts[i+1] {
+			return false
+		}
+	}
+	return b.count() > 1
+}
+
+// part is the one that holds off, which is in the content.
 func (b *blocked) part(off int64) int {
 	return sort.Search(b.count(), func(i int) bool { return b.starts[i+1] > off })
 }
@@ -298,7 +309,7 @@ func (b *blocked) verify(ctx context.Context) error {
 		done := b.verified[i/64]&(1<<(i%64)) != 0
 		b.mu.Unlock()
 		length := b.starts[i+1] - b.starts[i]
-		if done || length == 0 {
+		if done {
 			continue
 		}
 		var last [1]byte

@@ -52,7 +52,7 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 			return nil, err
 		}
 	}
-	if blocks != nil && blocks.count() > 1 && o.Pass == nil {
+	if blocks != nil && blocks.readable() && o.Pass == nil {
 		if opened, err := openBlocked(ctx, blocks, c, o); opened != nil || err != nil {
 			return opened, err
 		}

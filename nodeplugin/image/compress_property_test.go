@@ -546,6 +546,26 @@ func TestManyBlocks(t *testing.T) {
 	}
 }
 
+// A part that is said to be empty is not believed to be.
+func TestEmptyParts(t *testing.T) {
+	img := images.Raw(t, 29, 1<<20)
+	b := seekable(t, img.Content, 256<<10, false)
+	for i := range 4 {
+		bad := bytes.Clone(b)
+		binary.LittleEndian.PutUint32(bad[len(bad)-9-8*(4-i)+4:], 0) // one bit less
+		opened, err := image.Open(t.Context(), &memory{b: bad}, image.Options{Format: "raw"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer opened.Close()
+		got, err := readAll(t, opened, len(img.Content))
+		if err != nil {
+			t.Fatal(err)
+		}
+		same(t, fmt.Sprintf("without part %d", i), got, img.Content)
+	}
+}
+
 // Memory is given as there is something to keep, not as a header claims it.
 func TestModestDictionaries(t *testing.T) {
 	img := images.Raw(t, 27, 1<<20)
