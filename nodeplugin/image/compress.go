@@ -13,6 +13,7 @@ import (
 	"github.com/klauspost/compress/gzip"
 
 	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/nodeplugin/native"
 )
 
 // compression is a way to wrap the bytes of an image.
@@ -225,7 +226,12 @@ func (w *watched) Read(p []byte) (int, error) {
 	return n, err
 }
 
-func openGzip(r *bufio.Reader) (io.ReadCloser, error) { return gzip.NewReader(r) }
+func openGzip(r *bufio.Reader) (io.ReadCloser, error) {
+	if z := native.Gzip(r); z != nil {
+		return z, nil
+	}
+	return gzip.NewReader(r)
+}
 
 func wordsOfGzip(err error, read int64) string {
 	switch {

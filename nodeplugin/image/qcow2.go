@@ -16,6 +16,7 @@ import (
 
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/nodeplugin/native"
 )
 
 // The layout is that of QEMU's docs/interop/qcow2.rst; section names below are its.
@@ -435,6 +436,9 @@ func (q *qcow2) honest(ctx context.Context) error {
 // decode is packed's. What lies behind the compressed data in in, up to the end
 // of a sector, is another cluster's.
 func (q *qcow2) decode(s segment, out, in []byte) error {
+	if whole := s.skip == 0 && int64(len(out)) == 1<<q.clusterBits; whole && !q.zstd && native.Inflate(out, in) {
+		return nil
+	}
 	var r io.Reader
 	if q.zstd {
 		d, _ := q.zstds.Get().(*zstd.Decoder)

@@ -16,6 +16,7 @@ import (
 	"slices"
 
 	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/nodeplugin/native"
 )
 
 // The xz container is read as "The .xz File Format", version 1.2.1, has it
@@ -62,7 +63,7 @@ func openXZ(r *bufio.Reader) (io.ReadCloser, error) {
 	if err := x.header(); err != nil {
 		return nil, err
 	}
-	return io.NopCloser(x), nil
+	return x, nil
 }
 
 // xzSource counts what is read, and sums it up while it is told to.
@@ -91,6 +92,18 @@ func (s *xzSource) ReadByte() (byte, error) {
 		s.sum.Write([]byte{c})
 	}
 	return c, nil
+}
+
+// Peek, Discard and Buffered make a native.Source of it; the chunks of a block
+// are not summed up.
+func (s *xzSource) Peek(n int) ([]byte, error) { return s.r.Peek(n) }
+
+func (s *xzSource) Buffered() int { return s.r.Buffered() }
+
+func (s *xzSource) Discard(n int) (int, error) {
+	n, err := s.r.Discard(n)
+	s.n += int64(n)
+	return n, err
 }
 
 // full fills p.
@@ -133,6 +146,7 @@ func (x *xzStreams) Read(p []byte) (n int, err error) {
 		if n, err = x.block.Read(p); errors.Is(err, io.EOF) {
 			x.blocks++
 			putLengths(x.lengths, x.block.unpadded, x.block.length)
+			x.block.Close()
 			x.block = nil
 		} else {
 			x.err = err
@@ -142,6 +156,13 @@ func (x *xzStreams) Read(p []byte) (n int, err error) {
 		return n, nil
 	}
 	return 0, x.err
+}
+
+func (x *xzStreams) Close() error {
+	if x.block != nil {
+		return x.block.Close()
+	}
+	return nil
 }
 
 // header reads a stream's header (section 2.1.1).
@@ -385,7 +406,7 @@ type xzBlock struct {
 	src              *xzSource
 	checkID          byte
 	check            hash.Hash
-	content          io.Reader
+	content          io.ReadCloser
 	start            int64 // of the compressed data, in src
 	unpadded, length int64 // as they are
 	listed           int64 // unpadded as the index says, 0 unknown
@@ -398,7 +419,9 @@ func newXZBlock(src *xzSource, h xzBlockHeader, checkID byte) (b *xzBlock, err e
 	if b.check, err = xzCheck(checkID); err != nil {
 		return nil, err
 	}
-	b.content = newLZMA2(src, int(h.dictionary))
+	if b.content = native.LZMA2(src, int(h.dictionary)); b.content == nil {
+		b.content = io.NopCloser(newLZMA2(src, int(h.dictionary)))
+	}
 	return b, nil
 }
 
@@ -426,6 +449,8 @@ func (b *xzBlock) Read(p []byte) (n int, err error) {
 	}
 	return 0, b.err
 }
+
+func (b *xzBlock) Close() error { return b.content.Close() }
 
 // finish checks what follows the compressed data: padding and check (sections 3.3
 // and 3.4).
@@ -573,7 +598,7 @@ func blocksOfXZ(ctx context.Context, xz compression, b Ranged) (*blocked, error)
 				return nil, err
 			}
 			b.listed = p.unpadded
-			return io.NopCloser(b), nil
+			return b, nil
 		}
 		return newUnpacked(newReadAhead(ctx, section{b, span{p.at, (p.unpadded + 3) &^ 3}}, 0, readAheadDepth), one)
 	}), nil

@@ -24,6 +24,8 @@ var may = []struct {
 	to   []string
 }{
 	{"cmd/longshore", []string{"api", "controllers", "csi", "inventory", "nodeplugin", "populator", "provider", "upload", "webhook"}},
+	// What is compiled with cgo is small: no client, no flags.
+	{"cmd/longshore-mover", []string{"nodeplugin/mover", "nodeplugin/source/kinds"}},
 	{"controllers", []string{"api", "csi", "populator", "provider"}},
 	{"webhook", []string{"api", "populator"}},
 	{"upload", []string{"api", "populator"}},
@@ -37,7 +39,7 @@ var may = []struct {
 	// The stager joins all parts of the engine.
 	{"nodeplugin", []string{"api/agent", "csi", "nodeplugin"}},
 	{"nodeplugin/mover", []string{"nodeplugin/blockcopy", "nodeplugin/device", "nodeplugin/extent", "nodeplugin/fault", "nodeplugin/image", "nodeplugin/journal", "nodeplugin/sandbox", "nodeplugin/source"}},
-	{"nodeplugin/image", []string{"nodeplugin/extent", "nodeplugin/fault", "nodeplugin/nbd", "nodeplugin/sandbox"}},
+	{"nodeplugin/image", []string{"nodeplugin/extent", "nodeplugin/fault", "nodeplugin/native", "nodeplugin/nbd", "nodeplugin/sandbox"}},
 	{"nodeplugin/blockcopy", []string{"nodeplugin/extent", "nodeplugin/fault"}},
 	{"nodeplugin/device", []string{"nodeplugin/extent", "nodeplugin/fault"}},
 	{"nodeplugin/journal", []string{"nodeplugin/extent", "nodeplugin/fault"}},
@@ -47,6 +49,7 @@ var may = []struct {
 	{"nodeplugin/pool", []string{"nodeplugin/device"}},
 	{"nodeplugin/sandbox", nil},
 	{"nodeplugin/nbd", nil},
+	{"nodeplugin/native", nil},
 	{"nodeplugin/extent", nil},
 	{"nodeplugin/fault", nil},
 }
@@ -58,6 +61,7 @@ var never = []struct {
 	paths []string
 	why   string
 }{
+	{"cmd/longshore-mover", []string{"k8s.io", "google.golang.org/grpc", "github.com/spf13"}, "it is compiled with cgo, beside everything else"},
 	{"nodeplugin", []string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"}, "what the node plugin needs of Kubernetes is an interface that it declares"},
 	{"populator", []string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"}, "decisions have no client"},
 	{"csi", []string{"k8s.io"}, "csi checks, calls and translates"},
