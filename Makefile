@@ -12,9 +12,12 @@ FUZZTIME ?= 5m
 TIMES ?= 5
 
 # Everything is compiled without cgo and with the same flags, so that build, image,
-# demo and tests share what is compiled.
+# demo and tests share what is compiled; but for the movers' program and the tests
+# of what is in it.
 export CGO_ENABLED := 0
 BUILDFLAGS ?=
+WITH_CGO := CGO_ENABLED=1 go
+CGO_TAGS := -tags netgo,osusergo
 
 # Packages of tests that use the machine as a whole: the one cluster it has room
 # for, or loop devices and memory in quantity. They run one after the other.
@@ -22,7 +25,7 @@ WHOLE_MACHINE := ./test/cluster/... ./test/e2e/... ./sanity/...
 
 # Packages whose tests mount: one after the other too, since a namespace that one
 # of them makes would hold what another wants to unmount.
-MOUNTING := ./nodeplugin ./nodeplugin/device ./nodeplugin/mover ./nodeplugin/pool ./nodeplugin/sandbox
+MOUNTING := ./cmd/longshore-mover ./nodeplugin ./nodeplugin/device ./nodeplugin/mover ./nodeplugin/pool ./nodeplugin/sandbox
 
 .PHONY: help
 help: ## list the targets
@@ -33,12 +36,13 @@ deps: ## install the Debian packages that build and tests need (root)
 	@.ci/deps
 
 .PHONY: build
-build: ## build bin/longshore (a release adds BUILDFLAGS=-trimpath)
+build: ## build bin/longshore and bin/longshore-mover (a release adds BUILDFLAGS=-trimpath)
 	@go build $(BUILDFLAGS) -ldflags "-s -w -X main.version=$(VERSION)" -o bin/longshore ./cmd/longshore
+	@$(WITH_CGO) build $(BUILDFLAGS) $(CGO_TAGS) -ldflags "-s -w" -o bin/longshore-mover ./cmd/longshore-mover
 
 .PHONY: image
 image: build ## put the container image together: out/longshore-image.tar
-	@go run ./test/imagebuild -binary bin/longshore -version $(VERSION) -o $(IMAGE)
+	@go run ./test/imagebuild -binaries bin/longshore,bin/longshore-mover -version $(VERSION) -o $(IMAGE)
 
 .PHONY: demo
 demo: deps image ## a cluster, Longshore on it, and an import to watch (root); URL= names another image
@@ -70,6 +74,7 @@ servers: ## build the test cluster's programs, once
 .PHONY: unit
 unit: servers ## the tests of single packages
 	@go test -timeout 20m $$(go list ./... | grep -v -e /test/cluster -e /test/e2e -e /sanity -e /test/bench | grep -vxF "$$(go list $(MOUNTING))")
+	@$(WITH_CGO) test $(CGO_TAGS) -timeout 20m ./nodeplugin/native ./nodeplugin/image
 	@go test -timeout 20m -p 1 $(MOUNTING)
 
 .PHONY: machine
@@ -80,7 +85,7 @@ machine: servers ## the tests that need the whole machine: cluster, user stories
 test-long: deps servers ## long fuzzing, large images, kills over and over: what make test has no time for (FUZZTIME=5m, TIMES=5)
 	@grep -rl --include='*_test.go' '^func Fuzz' . | while read -r file; do \
 		sed -n 's/^func \(Fuzz[A-Za-z0-9]*\)(.*/\1/p' "$$file" | while read -r name; do \
-			go test -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 1x "$$(dirname "$$file")" || exit; \
+			CGO_ENABLED=$$(grep -q '^//go:build cgo' "$$file" && echo 1 || echo 0) go test $(CGO_TAGS) -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 1x "$$(dirname "$$file")" || exit; \
 		done || exit; \
 	done
 	@LONGSHORE_LONG=1 go test -count 1 -timeout 2h -run '^(TestMisfortunes|TestMoverKilledAtRandomMoments)$$' ./nodeplugin
@@ -88,7 +93,8 @@ test-long: deps servers ## long fuzzing, large images, kills over and over: what
 	@go test -count $(TIMES) -timeout 4h -p 1 -run 'Kill|Crash|Race|Concurrent|Twenty|MidTransfer' $(MOUNTING) ./test/e2e
 
 .PHONY: bench
-bench: deps build ## comparisons with other tools, see docs/benchmarks.md
+bench: deps ## comparisons with other tools, see docs/benchmarks.md (root)
+	@.ci/deps test/bench/packages.txt
 	@go test -timeout 2h -run '^$$' -bench . -benchtime 3x ./test/bench/...
 
 # The linter's many modules stay out of the product's go.mod.

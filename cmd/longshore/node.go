@@ -210,9 +210,18 @@ func (c nodeConfig) run(ctx context.Context) error {
 		}
 	}
 
+	program, err := moverProgram()
+	if err != nil {
+		return err
+	}
+	if program == "" {
+		log.Info("movers decompress in Go: no longshore-mover is beside this program")
+	} else {
+		log.Info("movers decompress with C libraries", "program", program)
+	}
 	metrics := newNodeMetrics()
 	filler := &nodeplugin.Filler{
-		Launcher: mover.Launcher{MemoryBytes: c.moverMemoryBytes, Ended: metrics.moverEnded},
+		Launcher: mover.Launcher{Program: program, MemoryBytes: c.moverMemoryBytes, Ended: metrics.moverEnded},
 		Policy:   policy, Slots: c.slots, Log: log,
 	}
 	stager, report, err := nodeplugin.New(ctx, nodeplugin.Config{Pools: pools, Fill: filler, Log: log})

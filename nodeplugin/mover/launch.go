@@ -75,6 +75,8 @@ type Usage struct {
 
 // Launcher starts movers. The zero Launcher is usable.
 type Launcher struct {
+	// Program is the path of the movers' program; "" is this very one.
+	Program string
 	// MemoryBytes bounds each; 0 is DefaultMemoryBytes.
 	MemoryBytes int64
 	// Roots are the certificates, PEM, that servers are checked with; nil is
@@ -104,7 +106,8 @@ func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Res
 	defer ours.conn.Close()
 	defer theirs.Close()
 	c := sandbox.Config{
-		Args: []string{Subcommand}, Env: []string{"SSL_CERT_FILE=/" + rootsName}, Files: append([]*os.File{theirs, own}, j.Spool...),
+		Program: l.Program,
+		Args:    []string{Subcommand}, Env: []string{"SSL_CERT_FILE=/" + rootsName}, Files: append([]*os.File{theirs, own}, j.Spool...),
 		Text: map[string][]byte{rootsName: l.Roots}, MemoryBytes: l.MemoryBytes, FileBytes: j.TargetBytes, UID: l.UID, GID: l.GID,
 	}
 	if c.MemoryBytes == 0 {

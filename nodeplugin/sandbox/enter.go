@@ -209,6 +209,8 @@ func limit(s setup) error {
 		{"RLIMIT_NOFILE", unix.RLIMIT_NOFILE, maxFiles + uint64(s.Descriptors)},
 		{"RLIMIT_FSIZE", unix.RLIMIT_FSIZE, s.FileBytes},
 		{"RLIMIT_DATA", unix.RLIMIT_DATA, s.DataBytes},
+		// Of each thread that a C library's runtime makes, and counted as data.
+		{"RLIMIT_STACK", unix.RLIMIT_STACK, 1 << 20},
 		{"RLIMIT_MEMLOCK", unix.RLIMIT_MEMLOCK, 0},
 		{"RLIMIT_MSGQUEUE", unix.RLIMIT_MSGQUEUE, 0},
 	} {

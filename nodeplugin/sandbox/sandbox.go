@@ -1,13 +1,12 @@
-// Package sandbox runs this program once more where it can see and reach
+// Package sandbox runs a program, or this one once more, where it can see and reach
 // nothing but the descriptors that it is handed: an empty read-only root, an
 // empty network, a user without capabilities, a short list of system calls and
 // a bound on memory.
 //
 // It knows nothing of what the program does there.
 //
-// Start makes the process. It is a second instance of this very program, so the
-// program calls Enter before it does anything that it does only there: the
-// first time Enter builds the walls and executes the program again inside them,
+// Start makes the process. The program calls Enter before it does anything that it
+// does only there: the first time Enter builds the walls and executes the program again inside them,
 // the second time it closes the last door (no execve any more) and returns.
 package sandbox
 
@@ -21,6 +20,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -42,6 +42,8 @@ const (
 
 // Config says what the process gets.
 type Config struct {
+	// Program is the path of the program; "" is this very one.
+	Program string
 	// Args follow the program's name. They show in the host's process list: no
 	// secrets.
 	Args []string
@@ -128,8 +130,12 @@ func start(ctx context.Context, c Config) (*Process, error) {
 	if s.GID == 0 {
 		s.GID = NobodyID
 	}
+	path := "/proc/self/exe"
+	if c.Program != "" {
+		path = c.Program
+	}
 	var err error
-	if s.Libraries, err = dynamic(); err != nil {
+	if s.Libraries, err = dynamic(path); err != nil {
 		return nil, err
 	}
 	told, err := json.Marshal(s)
@@ -142,9 +148,9 @@ func start(ctx context.Context, c Config) (*Process, error) {
 
 	// The program itself as a mount that belongs to no tree yet: the same file
 	// also when somebody has replaced it at its path.
-	fd, err := unix.OpenTree(unix.AT_FDCWD, "/proc/self/exe", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
 	if err != nil {
-		return nil, fmt.Errorf("clone the mount of /proc/self/exe (needs CAP_SYS_ADMIN): %w", err)
+		return nil, fmt.Errorf("clone the mount of %s (needs CAP_SYS_ADMIN): %w", path, err)
 	}
 	program := os.NewFile(uintptr(fd), "program")
 	defer program.Close()
@@ -165,7 +171,7 @@ func start(ctx context.Context, c Config) (*Process, error) {
 		}
 	}
 	said := &tail{}
-	cmd := exec.CommandContext(ctx, "/proc/self/exe", c.Args...)
+	cmd := exec.CommandContext(ctx, path, c.Args...)
 	cmd.Env = append([]string{fmt.Sprintf("%s=%s%d", variable, stageSetup, 3+len(c.Files))}, "GOMAXPROCS=1")
 	cmd.Stdout, cmd.Stderr = said, said
 	cmd.WaitDelay = time.Second
@@ -300,20 +306,15 @@ func dataLimit(memory int64) uint64 {
 	return uint64(memory) + 256<<20
 }
 
-// dynamic tells whether this program needs the system's libraries to start.
-var dynamic = sync.OnceValues(func() (bool, error) {
-	f, err := elf.Open("/proc/self/exe")
+// dynamic tells whether a program needs the system's libraries to start.
+func dynamic(path string) (bool, error) {
+	f, err := elf.Open(path)
 	if err != nil {
 		return false, fmt.Errorf("read the program: %w", err)
 	}
 	defer f.Close()
-	for _, prog := range f.Progs {
-		if prog.Type == elf.PT_INTERP {
-			return true, nil
-		}
-	}
-	return false, nil
-})
+	return slices.ContainsFunc(f.Progs, func(p *elf.Prog) bool { return p.Type == elf.PT_INTERP }), nil
+}
 
 // tail keeps the first and the last bytes written to it.
 type tail struct {

@@ -256,7 +256,7 @@ func TestInside(t *testing.T) {
 		t.Errorf("host name %q", s.Hostname)
 	}
 	want := []string{"program", "roots.pem"}
-	if libraries, _ := dynamic(); libraries {
+	if libraries, _ := dynamic("/proc/self/exe"); libraries {
 		want = []string{"lib", "lib64", "program", "roots.pem", "usr"}
 	}
 	if !slices.Equal(s.Root, want) {

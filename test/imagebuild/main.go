@@ -1,11 +1,11 @@
 // Command imagebuild puts the container image together without a container
-// engine: one layer of Debian packages, one of the longshore binary.
+// engine: one layer of Debian packages, one of the longshore binaries.
 //
-// It knows nothing of what the binary does. It needs Debian's apt and dpkg-deb
+// It knows nothing of what the binaries do. It needs Debian's apt and dpkg-deb
 // and no privilege; the packages come, verified, by apt from wherever this
 // machine's sources point.
 //
-//	imagebuild -binary bin/longshore -version 0.1.0 -o out/longshore-image.tar
+//	imagebuild -binaries bin/longshore,bin/longshore-mover -version 0.1.0 -o out/longshore-image.tar
 //
 // The layer of packages is the same bytes for the same packages. It is kept in
 // the user's cache folder (longshore/image) under a hash of their versions.
@@ -105,19 +105,19 @@ var epoch = time.Unix(0, 0).UTC()
 func main() {
 	log.SetFlags(0)
 	log.SetPrefix("imagebuild: ")
-	binary := flag.String("binary", "bin/longshore", "the static longshore binary")
+	binaries := flag.String("binaries", "bin/longshore,bin/longshore-mover", "files for /usr/bin; the first is what the container runs")
 	version := flag.String("version", "dev", "version, the tag of the image")
 	repository := flag.String("repository", "ghcr.io/longshore-io/longshore", "repository in the image's reference")
 	out := flag.String("o", "out/longshore-image.tar", "tarball to write, for ctr images import or docker load")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt)
 	defer stop()
-	if err := run(ctx, *binary, *repository+":"+*version, *version, *out); err != nil {
+	if err := run(ctx, strings.Split(*binaries, ","), *repository+":"+*version, *version, *out); err != nil {
 		log.Fatal(err)
 	}
 }
 
-func run(ctx context.Context, binary, reference, version, out string) error {
+func run(ctx context.Context, binaries []string, reference, version, out string) error {
 	ref, err := name.NewTag(reference, name.StrictValidation)
 	if err != nil {
 		return err
@@ -126,11 +126,11 @@ func run(ctx context.Context, binary, reference, version, out string) error {
 	if err != nil {
 		return fmt.Errorf("layer of packages: %w", err)
 	}
-	own, err := binaryLayer(binary)
+	own, err := binaryLayer(binaries)
 	if err != nil {
-		return fmt.Errorf("layer of %s: %w", binary, err)
+		return fmt.Errorf("layer of %v: %w", binaries, err)
 	}
-	img, err := assemble(version, base, own)
+	img, err := assemble(filepath.Base(binaries[0]), version, base, own)
 	if err != nil {
 		return err
 	}
@@ -157,7 +157,7 @@ func run(ctx context.Context, binary, reference, version, out string) error {
 	return nil
 }
 
-func assemble(version string, base, own v1.Layer) (v1.Image, error) {
+func assemble(entry, version string, base, own v1.Layer) (v1.Image, error) {
 	img := mutate.MediaType(empty.Image, types.OCIManifestSchema1)
 	img = mutate.ConfigMediaType(img, types.OCIConfigJSON)
 	img, err := mutate.Append(img,
@@ -175,7 +175,7 @@ func assemble(version string, base, own v1.Layer) (v1.Image, error) {
 	config.OS, config.Architecture = "linux", runtime.GOARCH
 	config.Created = v1.Time{Time: epoch}
 	config.Config = v1.Config{
-		Entrypoint: []string{"/usr/bin/longshore"},
+		Entrypoint: []string{"/usr/bin/" + entry},
 		Env:        []string{"PATH=/usr/sbin:/usr/bin", "LC_ALL=C"},
 		WorkingDir: "/",
 		Labels: map[string]string{
@@ -491,11 +491,7 @@ func (t tree) write(w io.Writer) error {
 	return tw.Close()
 }
 
-func binaryLayer(binary string) (v1.Layer, error) {
-	content, err := os.ReadFile(binary)
-	if err != nil {
-		return nil, err
-	}
+func binaryLayer(binaries []string) (v1.Layer, error) {
 	var buf bytes.Buffer
 	tw := tar.NewWriter(&buf)
 	for _, dir := range []string{"usr/", "usr/bin/"} {
@@ -503,11 +499,17 @@ func binaryLayer(binary string) (v1.Layer, error) {
 			return nil, err
 		}
 	}
-	if err := tw.WriteHeader(&tar.Header{Name: "usr/bin/longshore", Typeflag: tar.TypeReg, Mode: 0o755, Size: int64(len(content)), ModTime: epoch}); err != nil {
-		return nil, err
-	}
-	if _, err := tw.Write(content); err != nil {
-		return nil, err
+	for _, file := range binaries {
+		content, err := os.ReadFile(file)
+		if err != nil {
+			return nil, err
+		}
+		if err := tw.WriteHeader(&tar.Header{Name: "usr/bin/" + filepath.Base(file), Typeflag: tar.TypeReg, Mode: 0o755, Size: int64(len(content)), ModTime: epoch}); err != nil {
+			return nil, err
+		}
+		if _, err := tw.Write(content); err != nil {
+			return nil, err
+		}
 	}
 	if err := tw.Close(); err != nil {
 		return nil, err

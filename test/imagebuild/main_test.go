@@ -43,6 +43,7 @@ func TestToolsStart(t *testing.T) {
 		{"nbdkit --version", "nbdkit"},
 		{"sh -c id", "uid=0(root)"},
 		{"longshore", "hello"},
+		{"longshore-mover", "is started by the node plugin"},
 	} {
 		t.Run(c.command, func(t *testing.T) {
 			out, err := inRoot(root, strings.Fields(c.command)...)
@@ -114,8 +115,14 @@ func unpack(t *testing.T) string {
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
+	mover := filepath.Join(dir, "longshore-mover")
+	build = exec.Command("go", "build", "-tags", "netgo,osusergo", "-o", mover, "../../cmd/longshore-mover")
+	build.Env = append(os.Environ(), "CGO_ENABLED=1")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
 	file := filepath.Join(dir, "image.tar")
-	if err := run(t.Context(), binary, "example.test/longshore:1", "1", file); err != nil {
+	if err := run(t.Context(), []string{binary, mover}, "example.test/longshore:1", "1", file); err != nil {
 		t.Fatal(err)
 	}
 	tag, err := name.NewTag("example.test/longshore:1")
