@@ -13,6 +13,7 @@ import (
 	"io"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -65,6 +66,14 @@ type Target interface {
 	Size() int64
 	// Align is a power of two, at most 64 KiB; 1 where anything may be written.
 	Align() int
+}
+
+// Allocating is a Target that is written faster where its blocks were allocated
+// before, many at once. Ranges that turn out to be zeros are given back by Zero.
+type Allocating interface {
+	// Allocate makes blocks for [off, off+n) and says whether it could; no byte
+	// changes.
+	Allocate(off, n int64) bool
 }
 
 // Ledger keeps the progress.
@@ -130,6 +139,8 @@ func Copy(ctx context.Context, dst Target, src Source, o Options) error {
 	}
 	if in, ok := src.(InOrder); ok {
 		c.order = &order{ahead: in.Ahead() - c.chunk, changed: make(chan struct{})}
+	} else if a, ok := dst.(Allocating); ok { // an InOrder plan looks but a chunk ahead
+		c.allocate = a.Allocate
 	}
 	plan := make(chan []task)
 	g, run := errgroup.WithContext(ctx)
@@ -228,6 +239,13 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 			}
 			if err := covers(list, r); err != nil {
 				return err
+			}
+			if c.allocate != nil {
+				for _, e := range list {
+					if e.Kind == extent.Data && c.allocate(e.Start, e.Length) {
+						c.allocated.Store(true)
+					}
+				}
 			}
 			for off := r.Start; off < r.End(); {
 				next := min(off-off%c.chunk+c.chunk, r.End())
@@ -494,6 +512,10 @@ type copier struct {
 	chunk     int64
 	ledger    Ledger
 	order     *order // of an InOrder source, else nil
+	// allocate is the target's, nil where nothing is allocated before it is written.
+	allocate func(off, n int64) bool
+	// allocated: zeros may have blocks for nothing.
+	allocated atomic.Bool
 
 	mu       sync.Mutex // holds calls of progress apart
 	progress func(int64)
@@ -575,7 +597,7 @@ func (c *copier) write(buf []byte, n int, off int64, old []byte) error {
 			} else if m < to-from {
 				return targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), io.ErrShortWrite)
 			}
-		case k == zero && old != nil: // the target holds something else here
+		case k == zero && (old != nil || c.allocated.Load()): // the target holds something else here, or a block for nothing
 			if err := c.clear(at, int64(to-from)); err != nil {
 				return err
 			}

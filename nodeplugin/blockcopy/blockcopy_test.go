@@ -434,3 +434,59 @@ func TestGrainIsKept(t *testing.T) {
 		t.Fatal(err)
 	}
 }
+
+// sparse is a target that counts which of its blocks have room.
+type sparse struct {
+	*target
+	allocates bool
+	blocks    extent.Set
+}
+
+func (s *sparse) Allocate(off, n int64) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.allocates {
+		s.blocks.Add(off, n)
+	}
+	return s.allocates
+}
+
+func (s *sparse) Zero(off, n int64) error {
+	if err := s.target.Zero(off, n); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var left extent.Set
+	for _, r := range s.blocks.Missing(0, s.Size()) {
+		left.Add(r.Start, r.Length)
+	}
+	left.Add(off, n)
+	s.blocks = extent.Set{}
+	for _, r := range left.Missing(0, s.Size()) {
+		s.blocks.Add(r.Start, r.Length)
+	}
+	return nil
+}
+
+// What was allocated for data that are zeros is given back, and a target that
+// allocates nothing is not bothered.
+func TestZerosKeepNoBlocks(t *testing.T) {
+	src := randomDisk(rand.New(rand.NewPCG(8, 8)), 6<<20)
+	src.extents = []extent.Extent{{Length: 6 << 20, Kind: extent.Data}}
+	clear(src.data[1<<20 : 3<<20])
+	for _, allocates := range []bool{true, false} {
+		dst := &sparse{target: newTarget(t, 6<<20, 1, !allocates), allocates: allocates}
+		clear(dst.data)
+		if err := Copy(t.Context(), dst, src, Options{KnownZero: true}); err != nil {
+			t.Fatal(err)
+		}
+		dst.holds(t, src.data)
+		if n := dst.blocks.Intersect(1<<20, 2<<20).Bytes(); n > 0 {
+			t.Errorf("%d bytes of zeros have blocks", n)
+		}
+		if allocates && dst.blocks.Bytes() == 0 {
+			t.Error("nothing was allocated")
+		}
+	}
+}

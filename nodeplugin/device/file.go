@@ -347,6 +347,16 @@ func (d *File) Preallocate() error {
 	}
 }
 
+// Allocate makes blocks for a part of a file and says whether it did, so that
+// pieces of it that are written at once need not wait for each other: a filesystem
+// lets only one writer at a time fill holes. Where there is no room, writing says so.
+func (d *File) Allocate(off, n int64) bool {
+	if d.block || d.KeepAllocated || d.check("allocate", off, n) != nil {
+		return false
+	}
+	return unix.Fallocate(int(d.f.Fd()), unix.FALLOC_FL_KEEP_SIZE, off, n) == nil
+}
+
 // Sync returns when all that was written is on stable storage. After an error
 // nothing written since the last success may be taken as stored.
 func (d *File) Sync() error {

@@ -203,6 +203,35 @@ func TestZeroGivesBlocksBackOrKeepsThem(t *testing.T) {
 }
 
 // Disjoint ranges may be written at once even where they share a block.
+func TestAllocateMakesBlocksAndChangesNoByte(t *testing.T) {
+	f := fileIn((*testing.T).TempDir)(t, 4*mib)
+	d, err := NewFile(f, 4*mib)
+	if err != nil {
+		t.Fatal(err)
+	}
+	blocks := func() int64 {
+		var st unix.Stat_t
+		if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+			t.Fatal(err)
+		}
+		return st.Blocks * 512
+	}
+	if _, err := d.WriteAt(bytes.Repeat([]byte{7}, blockBytes), mib); err != nil {
+		t.Fatal(err)
+	}
+	if !d.Allocate(mib, 2*mib) || blocks() < 2*mib {
+		t.Errorf("%d bytes have blocks, want %d", blocks(), 2*mib)
+	}
+	got, want := make([]byte, 4*mib), make([]byte, 4*mib)
+	copy(want[mib:], bytes.Repeat([]byte{7}, blockBytes))
+	if _, err := d.ReadAt(got, 0); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("the content changed (%v)", err)
+	}
+	if d.Allocate(3*mib, 2*mib) {
+		t.Error("allocated behind the end")
+	}
+}
+
 func TestWritersSideBySide(t *testing.T) {
 	const size, part = 64 << 10, 1000
 	d, err := NewFile(onDisk(t, size), size)

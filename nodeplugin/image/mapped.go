@@ -4,9 +4,11 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sync/semaphore"
 
 	"github.com/longshore-io/longshore/nodeplugin/extent"
@@ -21,6 +23,8 @@ const (
 	// bytes between two segments that are read over rather than asked apart.
 	mappedSpan = 1 << 20
 	mappedGap  = 32 << 10
+	// mappedRuns of the spans of one read are read at once.
+	mappedRuns = 4
 )
 
 // layout tells where in its file the parts of a disk lie. Its methods are called
@@ -73,13 +77,16 @@ type mapped struct {
 	grain   int64
 	file    Ranged
 	scratch *semaphore.Weighted
+	// decoders are as many as there are processors: more would only push each
+	// other's data out of the caches.
+	decoders *semaphore.Weighted
 }
 
 // openMapped opens the disk of info.VirtualSize bytes that lies in file as l
 // says and is read best in pieces of grain bytes.
 func openMapped(info Info, l layout, file Ranged, grain int64) *Opened {
 	info.AtLeast, info.AllocatedBytes = info.VirtualSize, -1
-	m := &mapped{layout: l, format: info.Format, size: info.VirtualSize, grain: grain, file: file, scratch: semaphore.NewWeighted(mappedScratch)}
+	m := &mapped{layout: l, format: info.Format, size: info.VirtualSize, grain: grain, file: file, scratch: semaphore.NewWeighted(mappedScratch), decoders: semaphore.NewWeighted(int64(runtime.NumCPU()))}
 	m.packed, _ = l.(packed)
 	return &Opened{Info: info, Disk: m}
 }
@@ -141,18 +148,24 @@ func (m *mapped) ReadAtContext(ctx context.Context, p []byte, off int64) (int, e
 		return 0, err
 	}
 	slices.SortFunc(read, func(a, b segment) int { return cmp.Compare(a.host, b.host) })
+	// Side by side, so that a chunk in many places takes no longer than the others
+	// where each request is answered late.
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(mappedRuns)
+	if _, ok := m.file.(*tape); ok {
+		g.SetLimit(1) // it is read in order
+	}
 	for len(read) > 0 {
 		n, end := 1, read[0].hostEnd()
 		for n < len(read) && read[n].host-end <= mappedGap && read[n].hostEnd()-read[0].host <= mappedSpan {
 			end = max(end, read[n].hostEnd())
 			n++
 		}
-		if err := m.readRun(ctx, read[:n], end, p, off); err != nil {
-			return 0, err
-		}
+		run := read[:n]
 		read = read[n:]
+		g.Go(func() error { return m.readRun(ctx, run, end, p, off) })
 	}
-	return len(p), nil
+	return len(p), g.Wait()
 }
 
 // readRun fills the parts of p, the disk's bytes at off, that run describes:
@@ -178,6 +191,10 @@ func (m *mapped) readRun(ctx context.Context, run []segment, end int64, p []byte
 	if _, err := readExactly(ctx, m.file, buf, start); err != nil {
 		return err
 	}
+	if err := m.decoders.Acquire(ctx, 1); err != nil {
+		return err
+	}
+	defer m.decoders.Release(1)
 	for _, s := range run {
 		in, out := buf[s.host-start:s.hostEnd()-start], p[s.start-off:s.end()-off]
 		if !s.compressed {
