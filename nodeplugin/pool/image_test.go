@@ -108,9 +108,9 @@ func TestCacheMakesWay(t *testing.T) {
 		must(t, keep(p, v, name))
 	}
 	now := time.Now()
-	for name, age := range map[string]time.Duration{"1": 2, "2": 3, "3": 1} {
+	for name, age := range map[string]time.Duration{"1": 2 * time.Hour, "2": 3 * time.Hour, "3": time.Hour} {
 		i := p.images[testKey(name).id()]
-		i.UsedAt = now.Add(-age * time.Hour)
+		i.UsedAt = now.Add(-age)
 		p.images[testKey(name).id()] = i
 	}
 	s, err := p.Stats()

@@ -308,8 +308,8 @@ func makeImage(b *testing.B, dir, name string) {
 // makeRaw makes a filesystem with files of this machine.
 func makeRaw(b *testing.B, dir, path string) {
 	b.Helper()
-	tree, err := os.MkdirTemp(dir, "tree")
-	must(b, err)
+	tree := filepath.Join(dir, "tree")
+	must(b, os.Mkdir(tree, 0o755))
 	defer os.RemoveAll(tree)
 	var total int64
 	must(b, filepath.WalkDir("/usr", func(from string, d fs.DirEntry, err error) error {
