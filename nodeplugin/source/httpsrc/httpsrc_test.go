@@ -457,6 +457,10 @@ func TestConnectionsAreUsedAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	if err := blob.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s.Settle() // a request is logged a moment after its answer is there
 	connections := map[string]bool{}
 	for _, r := range s.Requests() {
 		connections[r.Connection] = true
