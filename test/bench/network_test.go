@@ -39,7 +39,7 @@ var recipes = map[string]string{
 	"disk-zstd.qcow2": "qemu-img convert -f raw -O qcow2 -c -o compression_type=zstd -W -m 8 disk.raw $out",
 	"disk.vmdk":       "qemu-img convert -f raw -O vmdk -o subformat=streamOptimized disk.raw $out",
 	"disk.vhdx":       "qemu-img convert -f raw -O vhdx disk.raw $out",
-	"disk.vhd":        "qemu-img convert -f raw -O vpc disk.raw $out",
+	"disk.vhd":        "qemu-img convert -f raw -O vpc -o force_size disk.raw $out",
 	"disk.vdi":        "qemu-img convert -f raw -O vdi disk.raw $out",
 	"disk.raw.gz":     "pigz -6 -c disk.raw >$out",
 	"disk.raw.zst":    "zstd -q -3 -T0 -c disk.raw >$out",
