@@ -54,7 +54,6 @@ const layout = "1"
 var leftOut = []struct{ pattern, why string }{
 	{"debconf*", "asks questions at installation only"},
 	{"debianutils", "used by installation scripts only"},
-	{"dmsetup", "qemu's persistent reservations of multipath only"},
 	{"dpkg", "the image has no packages to come"},
 	{"init-system-helpers", "no init in a container"},
 	{"libfile-find-rule-perl", "usrmerge only"},
