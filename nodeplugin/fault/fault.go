@@ -26,6 +26,7 @@ const (
 	MoverMemory        = "MoverMemory"        // the mover wanted more memory than it may have
 	NoSpace            = "NoSpace"            // the target's filesystem is full
 	NeedsSpool         = "NeedsSpool"         // the image comes once and has to be read again
+	NotAnArchive       = "NotAnArchive"       // what the source serves is no archive
 	NotADiskImage      = "NotADiskImage"      // what the source serves is no disk image
 	NotFound           = "NotFound"           // the source has no such object
 	PoolFull           = "PoolFull"           // the pool has no room for the volume
@@ -37,6 +38,7 @@ const (
 	TooSlow            = "TooSlow"            // the source delivers less than the least acceptable rate
 	Unauthorized       = "Unauthorized"       // the source wants (other) credentials
 	UnknownHost        = "UnknownHost"        // the name does not resolve
+	UnsafeArchive      = "UnsafeArchive"      // the archive has a member that lies, or leads, out of it, or that nobody may make
 )
 
 // Fault is an error with a class and a reason.

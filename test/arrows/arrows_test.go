@@ -38,8 +38,9 @@ var may = []struct {
 
 	// The stager joins all parts of the engine.
 	{"nodeplugin", []string{"api/agent", "csi", "nodeplugin"}},
-	{"nodeplugin/mover", []string{"nodeplugin/blockcopy", "nodeplugin/device", "nodeplugin/extent", "nodeplugin/fault", "nodeplugin/image", "nodeplugin/journal", "nodeplugin/sandbox", "nodeplugin/source"}},
+	{"nodeplugin/mover", []string{"nodeplugin/archive", "nodeplugin/blockcopy", "nodeplugin/device", "nodeplugin/extent", "nodeplugin/fault", "nodeplugin/image", "nodeplugin/journal", "nodeplugin/sandbox", "nodeplugin/source"}},
 	{"nodeplugin/image", []string{"nodeplugin/extent", "nodeplugin/fault", "nodeplugin/native", "nodeplugin/nbd", "nodeplugin/sandbox"}},
+	{"nodeplugin/archive", []string{"nodeplugin/fault"}},
 	{"nodeplugin/blockcopy", []string{"nodeplugin/extent", "nodeplugin/fault"}},
 	{"nodeplugin/device", []string{"nodeplugin/extent", "nodeplugin/fault"}},
 	{"nodeplugin/journal", []string{"nodeplugin/extent", "nodeplugin/fault"}},
