@@ -3,6 +3,7 @@ package image
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math"
 	"math/bits"
@@ -190,6 +191,9 @@ func wrapper(h head) (f format, found bool, err error) {
 // recognise tells the format of an image by its bytes, or by its name where
 // somebody gives one; the compression around it is told by its bytes only.
 func (o Options) recognise(h head) (format, error) {
+	if o.Format == Archive {
+		return recogniseArchive(h)
+	}
 	if o.Format == "raw" {
 		f, found, err := wrapper(h)
 		switch {
@@ -207,6 +211,31 @@ func (o Options) recognise(h head) (format, error) {
 		return format{}, notThe(o.Format, f.name)
 	}
 	return f, err
+}
+
+// recogniseArchive tells a tar, or a compression around one, from images of disks. A tar
+// begins with a name, which may be anything; the oldest ones have no signature and
+// are left to their reader.
+func recogniseArchive(h head) (format, error) {
+	tar := format{name: Archive, opens: asRaw}
+	b := make([]byte, shortHead)
+	n, err := h.first(b)
+	switch {
+	case err != nil:
+		return format{}, fmt.Errorf("read the first bytes of the archive: %w", err)
+	case n == 0:
+		return format{}, fault.Terminal(fault.NotAnArchive, errors.New("the source is empty (0 bytes), not a tar archive: check the url"))
+	case n > 257 && bytes.HasPrefix(b[257:n], []byte("ustar")):
+		return tar, nil
+	}
+	f, found, err := wrapper(h)
+	if err != nil || found && f.opens == asCompressed {
+		return f, err
+	}
+	if found {
+		return format{}, fault.Terminal(fault.NotAnArchive, fmt.Errorf("the source is not a tar archive, its own bytes say %s: give a tar, or import it as a disk (contentType kubevirt)", f.name))
+	}
+	return tar, nil
 }
 
 // recognise tells the format of an image that has a reader here; everything

@@ -42,6 +42,8 @@ type OneWay interface {
 type Options struct {
 	// Format is the name of one, as "raw" or "qcow2", where somebody knows it; "" recognises it from the
 	// bytes. Bytes that say otherwise are refused, unless the blob itself says raw.
+	// Archive opens the bytes of a tar as if they were those of a raw disk, without the
+	// compression around them.
 	Format string
 	// Disk of a bundle (tar, OVA) by its file's name, its id in the OVA's
 	// description or its number from 1; "" for the only one.
@@ -52,6 +54,9 @@ type Options struct {
 	// Pass, where there is one, has every byte of the blob go by, see Verify.
 	Pass *Pass
 }
+
+// Archive is a format of no disk: that of a tar which is to be unpacked.
+const Archive = "tar"
 
 // knowing is a Blob whose source knows what it serves: the disk of a hypervisor,
 // say, on which a guest may have written what looks like an image.
