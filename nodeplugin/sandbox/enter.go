@@ -22,6 +22,7 @@ const (
 	variable    = "LONGSHORE_SANDBOX"
 	stageSetup  = "setup:" // + the descriptor of the setup socket; the program's mount follows it
 	stageInside = "inside"
+	stageFolder = "inside, with a folder" // the filter that came before decides
 
 	ready = "ready"
 
@@ -55,14 +56,14 @@ func Enter() error {
 		}
 		os.Exit(125)
 	}
-	if stage != stageInside {
+	if stage != stageInside && stage != stageFolder {
 		return ErrOutside
 	}
 	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
 		return fmt.Errorf("forbid to look into the process: %w", err)
 	}
 	// All threads, those that the runtime has started included.
-	if err := restrict(filter(closed), unix.SECCOMP_FILTER_FLAG_TSYNC); err != nil {
+	if err := restrict(filter(closed, stage == stageFolder), unix.SECCOMP_FILTER_FLAG_TSYNC); err != nil {
 		return fmt.Errorf("close the sandbox: %w", err)
 	}
 	return nil
@@ -91,9 +92,13 @@ func build(conn *os.File, program int) error {
 	if err := dropRights(s.UID, s.GID); err != nil {
 		return err
 	}
-	env := append([]string{variable + "=" + stageInside}, s.Env...)
+	stage := stageInside
+	if s.Folder {
+		stage = stageFolder
+	}
+	env := append([]string{variable + "=" + stage}, s.Env...)
 	argv := append([]string{"longshore"}, s.Args...)
-	if err := restrict(filter(opening), 0); err != nil {
+	if err := restrict(filter(opening, s.Folder), 0); err != nil {
 		return err
 	}
 	if _, err := conn.WriteString(ready); err != nil {

@@ -51,6 +51,8 @@ type Config struct {
 	Env []string
 	// Files become the descriptors 3, 4, ... They stay the caller's to close.
 	Files []*os.File
+	// Folder: one of Files is a folder that the process fills.
+	Folder bool
 	// Text are small files by name, without folders, that the process finds in
 	// its root and can only read.
 	Text map[string][]byte
@@ -105,6 +107,7 @@ type setup struct {
 	FileBytes   uint64
 	DataBytes   uint64
 	Libraries   bool
+	Folder      bool
 	Descriptors int
 }
 
@@ -121,7 +124,7 @@ func Start(ctx context.Context, c Config) (*Process, error) {
 
 func start(ctx context.Context, c Config) (*Process, error) {
 	s := setup{
-		Args: c.Args, Env: c.Env, Text: c.Text, UID: c.UID, GID: c.GID,
+		Args: c.Args, Env: c.Env, Text: c.Text, Folder: c.Folder, UID: c.UID, GID: c.GID,
 		FileBytes: uint64(c.FileBytes), DataBytes: dataLimit(c.MemoryBytes), Descriptors: len(c.Files),
 	}
 	if s.UID == 0 {

@@ -26,13 +26,14 @@ const (
 	eater   = "sandbox-eater"   // allocates for ever
 	cacher  = "sandbox-cacher"  // writes descriptor 3 through the page cache
 	sleeper = "sandbox-sleeper" // closes descriptor 3 and sleeps
+	packer  = "sandbox-packer"  // fills the folder that is descriptor 4, and tries to leave it
 	holder  = "sandbox-holder"  // outside: starts a sleeper and waits
 )
 
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 {
 		switch os.Args[1] {
-		case probe, eater, cacher, sleeper:
+		case probe, eater, cacher, sleeper, packer:
 			if err := Enter(); err != nil {
 				fmt.Fprintln(os.Stderr, err)
 				os.Exit(1)
@@ -87,8 +88,11 @@ func inside(what string) int {
 			time.Sleep(time.Hour)
 		}
 	}
-	s := look()
-	data, err := json.Marshal(s)
+	s := look
+	if what == packer {
+		s = pack
+	}
+	data, err := json.Marshal(s())
 	if err != nil {
 		fmt.Println(err)
 		return 1

@@ -60,11 +60,23 @@ var everywhere = []uintptr{
 	unix.SYS_EXIT, unix.SYS_EXIT_GROUP,
 }
 
+// inFolder is what who fills a folder needs beside that: to make, name, measure and mark
+// what is in it. Nodes of devices are not among that, nor owners and attributes.
+var inFolder = []uintptr{
+	unix.SYS_OPENAT2, unix.SYS_MKDIRAT, unix.SYS_SYMLINKAT, unix.SYS_LINKAT, unix.SYS_UNLINKAT,
+	unix.SYS_FTRUNCATE, unix.SYS_FCHMOD, unix.SYS_FCHMODAT, unix.SYS_UTIMENSAT, unix.SYS_FSTATFS,
+}
+
 // rules returns the list for a phase.
-func rules(p phase) []rule {
+func rules(p phase, folder bool) []rule {
 	var list []rule
 	for _, nr := range slices.Concat(everywhere, here) {
 		list = append(list, rule{nr: nr})
+	}
+	if folder {
+		for _, nr := range inFolder {
+			list = append(list, rule{nr: nr})
+		}
 	}
 	only := func(nr uintptr, arg int, values ...uint32) rule {
 		return rule{nr: nr, arg: arg, mask: ^uint32(0), values: values}
@@ -93,7 +105,7 @@ func rules(p phase) []rule {
 
 // filter is the program for a phase: what is not allowed answers EPERM, a call
 // of another architecture kills.
-func filter(p phase) []unix.SockFilter {
+func filter(p phase, folder bool) []unix.SockFilter {
 	load := func(off uint32) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: off}
 	}
@@ -110,7 +122,7 @@ func filter(p phase) []unix.SockFilter {
 		// The C library falls back to clone, whose flags can be looked at.
 		equal(uint32(unix.SYS_CLONE3), 0, 1), answer(unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS)),
 	}
-	for _, r := range rules(p) {
+	for _, r := range rules(p, folder) {
 		if r.values == nil {
 			f = append(f, equal(uint32(r.nr), 0, 1), answer(unix.SECCOMP_RET_ALLOW))
 			continue
