@@ -14,7 +14,9 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
+	"github.com/longshore-io/longshore/nodeplugin/archive"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/sandbox"
@@ -89,16 +91,26 @@ type Launcher struct {
 }
 
 // Move runs j in a mover of its own, on target, and serves it until it ends.
-// target is a regular file or a disk of j.TargetBytes. Errors are faults, or
-// ctx's. When Move returns, the mover is gone.
+// target is a regular file or a disk of j.TargetBytes; that of an archive is the root
+// of a mount that no path leads to. Errors are faults, or ctx's. When Move returns,
+// the mover is gone.
 func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Result, error) {
 	// A descriptor shares its flags and offset with its duplicates; the mover
 	// gets one that it shares with nobody.
-	own, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", target.Fd()), os.O_RDWR, 0)
+	flags, longest := os.O_RDWR, j.TargetBytes
+	if j.Archive {
+		flags, longest = os.O_RDONLY|unix.O_DIRECTORY, archive.MaxFileBytes
+	}
+	own, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", target.Fd()), flags, 0)
 	if err != nil {
 		return Result{}, fault.Transient(fault.TargetError, fmt.Errorf("open %s for the mover: %w", target.Name(), err))
 	}
 	defer own.Close()
+	if j.Archive {
+		if err := noWayUp(own); err != nil {
+			return Result{}, err
+		}
+	}
 	ours, theirs, err := socketPair()
 	if err != nil {
 		return Result{}, err
@@ -108,7 +120,7 @@ func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Res
 	c := sandbox.Config{
 		Program: l.Program,
 		Args:    []string{Subcommand}, Env: []string{"SSL_CERT_FILE=/" + rootsName}, Files: append([]*os.File{theirs, own}, j.Spool...),
-		Text: map[string][]byte{rootsName: l.Roots}, MemoryBytes: l.MemoryBytes, FileBytes: j.TargetBytes, UID: l.UID, GID: l.GID,
+		Text: map[string][]byte{rootsName: l.Roots}, Folder: j.Archive, MemoryBytes: l.MemoryBytes, FileBytes: longest, UID: l.UID, GID: l.GID,
 	}
 	if c.MemoryBytes == 0 {
 		c.MemoryBytes = DefaultMemoryBytes
@@ -141,6 +153,18 @@ func (l Launcher) Move(ctx context.Context, target *os.File, j Job, n Node) (Res
 		return Result{}, deathFault(ctx, died, c.MemoryBytes)
 	}
 	return res, err
+}
+
+// noWayUp refuses a folder that a process, to which it is handed, could leave upwards.
+func noWayUp(dir *os.File) error {
+	var here, up unix.Stat_t
+	if err := errors.Join(unix.Fstat(int(dir.Fd()), &here), unix.Fstatat(int(dir.Fd()), "..", &up, 0)); err != nil {
+		return fault.Transient(fault.TargetError, fmt.Errorf("look at the folder above %s: %w", dir.Name(), err))
+	}
+	if here.Dev != up.Dev || here.Ino != up.Ino {
+		return fault.Transient(fault.TargetError, fmt.Errorf("%s is not the root of a mount of its own: a mover could leave it", dir.Name()))
+	}
+	return nil
 }
 
 // deathFault words the end of a mover that gave no result.

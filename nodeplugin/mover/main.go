@@ -24,7 +24,7 @@ const Subcommand = "mover"
 
 const (
 	controlFD = 3 // the control socket
-	targetFD  = 4 // the target, open for reading and writing
+	targetFD  = 4 // the target: open for reading and writing, or a folder
 	spoolFD   = 5 // and the following, Job.SpoolFiles of them
 
 	// maxUnflushed is the most that is read and said to be done while the node
@@ -89,11 +89,17 @@ func serveNode(kinds source.Kinds) error {
 }
 
 func runJob(ctx context.Context, kinds source.Kinds, n *node, moved *Moved, job Job) (Facts, error) {
-	target, err := device.NewFile(os.NewFile(targetFD, "the volume"), job.TargetBytes)
-	if err != nil {
-		return Facts{}, fault.Transient(fault.TargetError, fmt.Errorf("open the target: %w", err))
+	d := Deps{Kinds: kinds, Dial: n.dial, Ledger: n, Moved: moved}
+	if target := os.NewFile(targetFD, "the volume"); job.Archive {
+		d.Root = target
+	} else {
+		disk, err := device.NewFile(target, job.TargetBytes)
+		if err != nil {
+			return Facts{}, fault.Transient(fault.TargetError, fmt.Errorf("open the target: %w", err))
+		}
+		disk.KeepAllocated = job.KeepAllocated
+		d.Target = disk
 	}
-	target.KeepAllocated = job.KeepAllocated
 	stop, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
@@ -111,12 +117,12 @@ func runJob(ctx context.Context, kinds source.Kinds, n *node, moved *Moved, job 
 		}
 	}()
 	defer func() { close(stop); <-stopped }()
-	d := Deps{Kinds: kinds, Dial: n.dial, Target: target, Ledger: n, Moved: moved}
 	if job.SpoolFiles > 0 {
 		var files []*os.File
 		for i := range job.SpoolFiles {
 			files = append(files, os.NewFile(uintptr(spoolFD+i), "the spool"))
 		}
+		var err error
 		if d.Spool, err = NewSpool(files, job.TargetBytes, job.SpoolBytes); err != nil {
 			return Facts{}, fault.Transient(fault.TargetError, fmt.Errorf("open the spool: %w", err))
 		}

@@ -40,6 +40,10 @@ type Job struct {
 	Format string `json:"format,omitempty"`
 	// Disk of a bundle where it is chosen, else "".
 	Disk string `json:"disk,omitempty"`
+	// Archive: the source is a tar, and the target a folder that it is unpacked in.
+	// What is said of the disk's bytes is true of the tar's, decompressed; TargetBytes is
+	// archive.MaxBytes.
+	Archive bool `json:"archive,omitempty"`
 	// Spool is empty, or files as long as the target, beside it, that may hold
 	// SpoolBytes in all; only a Launcher looks at it.
 	Spool      []*os.File `json:"-"`
@@ -87,6 +91,8 @@ type Deps struct {
 	Kinds  source.Kinds
 	Dial   source.Dialer
 	Target blockcopy.Target
+	// Root is the target of an archive.
+	Root   *os.File
 	Ledger Ledger
 	// Spool, if there is one, is used for an image that is the fault NeedsSpool
 	// without it.
@@ -106,7 +112,7 @@ const (
 	sampleBytes = 1 << 20
 )
 
-// Run moves the disk that the job's source holds onto the target, and returns
+// Run moves the disk, or the archive, that the job's source holds onto the target, and returns
 // what it was. Errors are faults, or ctx's. After nil the target holds the disk
 // and zeros behind it, and all of that is durable as far as the Ledger keeps its
 // word.
@@ -136,17 +142,30 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 		Validator: blob.Validator(), Format: opened.Info.Format, Compression: opened.Info.Compression,
 		VirtualBytes: opened.Info.VirtualSize, AllocatedBytes: opened.Info.AllocatedBytes, Warnings: opened.Info.Warnings,
 	}
-	if err := fit(opened.Info, j.TargetBytes); err != nil {
+	disk := opened.Disk
+	if j.Archive {
+		facts.Format, disk = image.Archive, nil // it is compared while it is unpacked
+	} else if err := fit(opened.Info, j.TargetBytes); err != nil {
 		return facts, err
 	}
-	if err := unchanged(ctx, j, facts, opened.Disk, d.Target); err != nil {
+	if err := unchanged(ctx, j, facts, disk, d.Target); err != nil {
 		return facts, err
+	}
+	if j.Archive {
+		if err := inspect(ctx, d.Root, j, facts, opened); err != nil {
+			return facts, err
+		}
 	}
 	if err := d.Ledger.Began(ctx, facts); err != nil {
 		return facts, fmt.Errorf("record the facts: %w", err)
 	}
 	account := &account{ledger: d.Ledger, written: j.Done}
-	if facts.VirtualBytes, err = move(ctx, d, j, facts, opened, account); err != nil {
+	if j.Archive {
+		facts.VirtualBytes, err = unpack(ctx, d, j, facts, opened, account)
+	} else {
+		facts.VirtualBytes, err = move(ctx, d, j, facts, opened, account)
+	}
+	if err != nil {
 		return facts, fmt.Errorf("copy: %w", err)
 	}
 	if err := opened.Verify(ctx); err != nil {
@@ -184,6 +203,9 @@ func pass(o *image.Options, blob source.Blob, j Job) (*checksum, error) {
 
 // formatOf is the image's format where somebody knows it.
 func formatOf(blob source.Blob, j Job) string {
+	if j.Archive {
+		return image.Archive
+	}
 	if f, ok := blob.(source.Formatted); ok {
 		return f.Format()
 	}
