@@ -310,7 +310,7 @@ func poolUUID(ctx context.Context, c client.Reader, node, pool string) (string, 
 func (p *Populate) populate(ctx context.Context, s *populator.Seen) error {
 	_, err := p.Agents.Populate(ctx, s.Record.Spec.Node, &agentv1.PopulateRequest{
 		Id: s.Record.Name, SourceKind: s.Recipe.Kind, SourceParams: s.Recipe.Params, Recipe: s.Recipe.Attempt(), Preallocate: s.Recipe.Preallocate,
-		Content: s.Recipe.Content, Owner: s.Claim.Namespace, Format: s.Recipe.Format, Disk: s.Recipe.Disk, Checksum: s.Recipe.Checksum,
+		Content: s.Recipe.Content, Owner: s.Claim.Namespace, Format: s.Recipe.Format, Disk: s.Recipe.Disk, Archive: s.Recipe.Archive, Checksum: s.Recipe.Checksum,
 		ClusterNetworks: s.Recipe.Reach.Cluster, OwnServices: s.Recipe.Reach.Services,
 	})
 	return err

@@ -12,6 +12,7 @@ import (
 	agentv1 "github.com/longshore-io/longshore/api/agent/v1"
 	"github.com/longshore-io/longshore/csi"
 	"github.com/longshore-io/longshore/nodeplugin/broker"
+	"github.com/longshore-io/longshore/nodeplugin/image"
 	"github.com/longshore-io/longshore/nodeplugin/pool"
 	"github.com/longshore-io/longshore/nodeplugin/source"
 )
@@ -104,6 +105,7 @@ func (a *Agent) Populate(ctx context.Context, r *agentv1.PopulateRequest) (*agen
 			Format:      r.GetFormat(),
 			Disk:        r.GetDisk(),
 			Checksum:    r.GetChecksum(),
+			Archive:     r.GetArchive(),
 			Preallocate: r.GetPreallocate(),
 			Digest:      content,
 			Cluster:     cluster,
@@ -229,7 +231,7 @@ func (s *Stager) tell(p *pool.Pool, v pool.Volume) *agentv1.Volume {
 		out.State = agentv1.State_STATE_POPULATED
 		if v.AwaitsData {
 			out.Progress = &agentv1.Progress{
-				BytesDone: f.VirtualBytes, BytesTotal: f.VirtualBytes, VirtualSizeBytes: f.VirtualBytes, Format: f.Format, Warnings: f.Warnings,
+				BytesDone: f.VirtualBytes, BytesTotal: f.VirtualBytes, VirtualSizeBytes: diskBytes(f.Format, f.VirtualBytes), Format: f.Format, Warnings: f.Warnings,
 			}
 		}
 	case j != nil:
@@ -237,7 +239,7 @@ func (s *Stager) tell(p *pool.Pool, v pool.Volume) *agentv1.Volume {
 		progress, failure := j.seen()
 		out.Progress = &agentv1.Progress{
 			BytesDone: progress.BytesDone, BytesTotal: max(progress.BytesTotal, 0), BytesPerSecond: progress.BytesPerSecond,
-			Retries: int32(progress.Retries), Format: progress.Format, VirtualSizeBytes: max(progress.VirtualSize, 0),
+			Retries: int32(progress.Retries), Format: progress.Format, VirtualSizeBytes: diskBytes(progress.Format, progress.VirtualSize),
 		}
 		if failure != nil {
 			out.Failure = &agentv1.Failure{Reason: failure.Reason, Message: failure.Error()}
@@ -251,4 +253,12 @@ func (s *Stager) tell(p *pool.Pool, v pool.Volume) *agentv1.Volume {
 		}
 	}
 	return out
+}
+
+// diskBytes is the size of the disk that came of an image; an archive is none.
+func diskBytes(format string, bytes int64) int64 {
+	if format == image.Archive {
+		return 0
+	}
+	return max(bytes, 0)
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/longshore-io/longshore/csi"
+	"github.com/longshore-io/longshore/nodeplugin/archive"
 	"github.com/longshore-io/longshore/nodeplugin/device"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/journal"
@@ -197,8 +198,15 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 	}
 	// The pool makes files of nothing but zeros, and so is a new disk.img.
 	work := Job{Volume: id, Owner: j.order.Owner, TargetBytes: v.Bytes, KnownZero: true, Recipe: j.order.Recipe, Journal: p.JournalPath(id)}
-	work.Spool = spoolOf(p, v.Bytes)
-	s.useImages(p, j.order, &work)
+	if work.Recipe.Archive {
+		if v.Mode == pool.Block {
+			return fault.Terminal(fault.InvalidSource, errors.New("an archive is unpacked into a filesystem, and the volume has none: set volumeMode: Filesystem in the claim, or import a disk (contentType kubevirt)"))
+		}
+		work.TargetBytes = archive.MaxBytes
+	} else {
+		work.Spool = spoolOf(p, v.Bytes)
+		s.useImages(p, j.order, &work)
+	}
 	report := func(progress Progress) {
 		j.mu.Lock()
 		progress.Retries = max(progress.Retries, j.progress.Retries)
@@ -212,10 +220,13 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 	}
 	defer file.Close()
 	var result Result
-	if v.Mode == pool.Block {
+	switch {
+	case v.Mode == pool.Block:
 		work.Target = file
 		result, err = s.cfg.Fill.Fill(ctx, work, report)
-	} else {
+	case work.Recipe.Archive:
+		result, err = s.fillFolder(ctx, p, v, file, work, report)
+	default:
 		result, err = s.fillFilesystem(ctx, p, v, file, work, j.order, report)
 	}
 	if err != nil {
@@ -265,6 +276,41 @@ func spoolOf(p *pool.Pool, target int64) func() (Spool, error) {
 	}
 }
 
+// mountToFill mounts the filesystem of a volume, which it makes if there is none, where
+// nobody else sees it.
+func (s *Stager) mountToFill(ctx context.Context, p *pool.Pool, v pool.Volume, l *device.Loop, journalPath string) (*os.File, error) {
+	made, err := s.makeFilesystem(ctx, p, v, l)
+	if err != nil {
+		return nil, err
+	}
+	mount, err := privateMount(l.Path(), v.FSType)
+	if err == nil || made {
+		return mount, err
+	}
+	// A filesystem that only we have ever written to and that does not mount
+	// is worth nothing, and with it what the journal says of it.
+	s.log.Warn("the unfinished filesystem of a volume is made anew", "volume", v.ID, "error", err)
+	if rerr := journal.Remove(journalPath); rerr != nil {
+		return nil, errors.Join(err, rerr)
+	}
+	return s.mountAnew(ctx, p, v.ID, l)
+}
+
+// mountAnew makes the filesystem of a volume once more, and with that empties it.
+func (s *Stager) mountAnew(ctx context.Context, p *pool.Pool, id string, l *device.Loop) (*os.File, error) {
+	if err := setFacts(p, id, func(f *facts) { f.Filesystem = fsMaking }); err != nil {
+		return nil, err
+	}
+	v, err := p.Get(id)
+	if err == nil {
+		_, err = s.makeFilesystem(ctx, p, v, l)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return privateMount(l.Path(), v.FSType)
+}
+
 // fillFilesystem fills /disk.img of a filesystem volume, which nobody can see
 // until it is populated.
 func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume, file *os.File, work Job, o Order, report func(Progress)) (result Result, err error) {
@@ -273,25 +319,7 @@ func (s *Stager) fillFilesystem(ctx context.Context, p *pool.Pool, v pool.Volume
 		return result, err
 	}
 	defer func() { err = errors.Join(err, detach(ctx, l)) }()
-	made, err := s.makeFilesystem(ctx, p, v, l)
-	if err != nil {
-		return result, err
-	}
-	mount, err := privateMount(l.Path(), v.FSType)
-	if err != nil && !made {
-		// A filesystem that only we have ever written to and that does not mount
-		// is worth nothing, and with it what the journal says of it.
-		s.log.Warn("the unfinished filesystem of a volume is made anew", "volume", v.ID, "error", err)
-		if rerr := errors.Join(journal.Remove(work.Journal), setFacts(p, v.ID, func(f *facts) { f.Filesystem = fsMaking })); rerr != nil {
-			return result, errors.Join(err, rerr)
-		}
-		if v, err = p.Get(v.ID); err == nil {
-			_, err = s.makeFilesystem(ctx, p, v, l)
-		}
-		if err == nil {
-			mount, err = privateMount(l.Path(), v.FSType)
-		}
-	}
+	mount, err := s.mountToFill(ctx, p, v, l, work.Journal)
 	if err != nil {
 		return result, err
 	}

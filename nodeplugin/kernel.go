@@ -93,7 +93,7 @@ func privateMount(dev, fstype string) (*os.File, error) {
 		}
 		return fail("read superblock", err)
 	}
-	m, err := unix.Fsmount(fd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC|unix.MOUNT_ATTR_NOATIME)
+	m, err := unix.Fsmount(fd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC|unix.MOUNT_ATTR_NOATIME|unix.MOUNT_ATTR_NOSYMFOLLOW)
 	if err != nil {
 		return fail("mount", err)
 	}

@@ -39,6 +39,8 @@ type Recipe struct {
 	Disk string
 	// Checksum of the source's bytes, "algorithm:hex"; "" is none.
 	Checksum string
+	// Archive: the source is a tar, and unpacked into the volume's filesystem.
+	Archive bool
 	// Preallocate reserves every block of the volume.
 	Preallocate bool
 	// Digest names the recipe without its credentials: a volume that was partly
@@ -56,8 +58,13 @@ type Job struct {
 	Owner string
 	// Target is the volume's raw file or disk.img, open for reading and writing,
 	// TargetBytes long; that is a multiple of 4096. It stays the caller's.
+	//
+	// That of an archive is the root of the volume's filesystem, which is mounted where
+	// no path leads to and holds nothing else; TargetBytes is archive.MaxBytes.
 	Target      *os.File
 	TargetBytes int64
+	// Anew, of an archive, empties the filesystem and returns its root, the new Target.
+	Anew func() (*os.File, error)
 	// KnownZero says that the target was zeros before the first Fill; it is looked
 	// at while there is no journal.
 	KnownZero bool
@@ -263,7 +270,7 @@ func (r *filling) attempt(ctx context.Context) error {
 	j := mover.Job{
 		Source: r.job.Recipe.Source, Format: r.job.Recipe.Format, Disk: r.job.Recipe.Disk, TargetBytes: r.job.TargetBytes,
 		Checksum: r.job.Recipe.Checksum, HashState: mover.HashState{At: r.journal.HashAt, State: r.journal.HashState},
-		KnownZero: r.journal.Zeroed, KeepAllocated: r.job.Recipe.Preallocate, Done: r.journal.Done,
+		KnownZero: r.journal.Zeroed, KeepAllocated: r.job.Recipe.Preallocate, Done: r.journal.Done, Archive: r.job.Recipe.Archive,
 	}
 	if r.journal.Validator != nil {
 		j.Resume = &mover.Facts{Format: r.journal.Format, VirtualBytes: r.journal.VirtualBytes}
@@ -288,8 +295,7 @@ func (r *filling) attempt(ctx context.Context) error {
 // prepare gives the target what the mover relies on.
 func (r *filling) prepare() error {
 	if r.journal.Soiled {
-		err := r.onTarget(func(d *device.File) error { return d.Zero(0, r.job.TargetBytes) })
-		if err != nil {
+		if err := r.clear(); err != nil {
 			return fmt.Errorf("clear the volume to begin again: %w", err)
 		}
 		r.journal.Soiled, r.journal.Zeroed = false, true
@@ -297,12 +303,29 @@ func (r *filling) prepare() error {
 			return err
 		}
 	}
-	if r.job.Recipe.Preallocate {
+	if r.job.Recipe.Preallocate && !r.job.Recipe.Archive {
 		if err := r.onTarget((*device.File).Preallocate); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// clear takes away what is in the target.
+func (r *filling) clear() (err error) {
+	if !r.job.Recipe.Archive {
+		return r.onTarget(func(d *device.File) error { return d.Zero(0, r.job.TargetBytes) })
+	}
+	r.job.Target, err = r.job.Anew()
+	return err
+}
+
+// sync makes durable what the target holds.
+func (r *filling) sync() error {
+	if r.job.Recipe.Archive {
+		return targetFault(unix.Syncfs(int(r.job.Target.Fd())))
+	}
+	return targetFault(r.job.Target.Sync())
 }
 
 // onTarget does something to the target by a descriptor of its own and syncs.
@@ -329,7 +352,7 @@ func (r *filling) finish(res mover.Result) error {
 		return fault.Transient(fault.MoverDied, fmt.Errorf("the mover says that %d bytes are copied and left out %d ranges, first %d bytes at %d", res.VirtualBytes, len(gaps), gaps[0].Length, gaps[0].Start))
 	}
 	// What is behind the disk's end was zeroed and told to nobody.
-	if err := targetFault(r.job.Target.Sync()); err != nil {
+	if err := r.sync(); err != nil {
 		return err
 	}
 	r.journal.VirtualBytes = res.VirtualBytes
@@ -503,7 +526,7 @@ func (r *filling) Began(_ context.Context, f mover.Facts) error {
 
 // Commit is mover.Node's.
 func (r *filling) Commit(_ context.Context, ranges []extent.Range) error {
-	if err := targetFault(r.job.Target.Sync()); err != nil {
+	if err := r.sync(); err != nil {
 		return err
 	}
 	for _, e := range ranges {

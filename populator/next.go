@@ -270,6 +270,9 @@ func (s Seen) sourceProblem() *Problem {
 	if s.Source == nil {
 		return transient(ReasonSourceNotFound, "VolumeImportSource %q does not exist in namespace %q: create it, or make the claim again without it", s.Claim.Spec.DataSourceRef.Name, s.Claim.Namespace)
 	}
+	if mode := s.Claim.Spec.VolumeMode; s.Source.Spec.ContentType == cdiv1.DataVolumeArchive && mode != nil && *mode == corev1.PersistentVolumeBlock {
+		return terminal(ReasonInvalidClaim, "spec.volumeMode is Block, and VolumeImportSource %q has the contentType archive, which is unpacked into a filesystem: make the claim again with volumeMode Filesystem, or use contentType kubevirt", s.Source.Name)
+	}
 	return CheckSource(s.Source)
 }
 

@@ -168,6 +168,10 @@ func stories() []story {
 		{"the source is of a kind to come", seen(s3), Wait, "", "SourceNotSupported", "s3"},
 		{"the source is in another namespace", seen(func(s *Seen) { s.Claim.Spec.DataSourceRef.Namespace = &other }), Wait, "", ReasonInvalidClaim, `"other"`},
 		{"many nodes shall write", seen(func(s *Seen) { s.Claim.Spec.AccessModes[0] = corev1.ReadWriteMany }), Wait, "", ReasonInvalidClaim, "ReadWriteMany"},
+		{"an archive for a block volume", seen(func(s *Seen) {
+			s.Claim.Spec.VolumeMode = new(corev1.PersistentVolumeBlock)
+			s.Source.Spec.ContentType = "archive"
+		}), Wait, "", ReasonInvalidClaim, "volumeMode Filesystem"},
 		{"the claim selects volumes", seen(func(s *Seen) { s.Claim.Spec.Selector = &metav1.LabelSelector{} }), Wait, "", ReasonInvalidClaim, "selector"},
 		{"the class does not exist", seen(noClass), Wait, "", ReasonClassNotFound, `"fast"`},
 		{"the class has a wrong parameter", seen(func(s *Seen) { s.Class.Problem = "parameter x" }), Wait, "", ReasonClassInvalid, "parameter x"},

@@ -75,7 +75,11 @@ func CheckSource(source *cdiv1.VolumeImportSource) *Problem {
 		if members[0] == "blank" {
 			return terminal(ReasonInvalidSource, "spec.contentType is archive, but an empty disk is none: use kubevirt")
 		}
-		return terminal(ReasonSourceNotSupported, "spec.contentType archive is not supported yet: use kubevirt")
+		for _, a := range []string{AnnotationImageFormat, AnnotationImageDisk} {
+			if source.Annotations[a] != "" {
+				return terminal(ReasonInvalidSource, "spec.contentType is archive, and the annotation %s is for images of disks: leave one of them out", a)
+			}
+		}
 	default:
 		return terminal(ReasonInvalidSource, "spec.contentType is %q: use kubevirt or archive", spec.ContentType)
 	}
@@ -200,6 +204,8 @@ type Recipe struct {
 	Format string
 	// Disk of a bundle where the source's author chooses one.
 	Disk string
+	// Archive: the source is a tar, which is unpacked into the volume's filesystem.
+	Archive bool
 	// Checksum that the source's bytes must have, "algorithm:hex"; "" is none.
 	Checksum string
 	// Reach is as of now, and no part of what the digests stand for.
@@ -244,7 +250,7 @@ type httpParams struct {
 // RecipeOf puts source and material together. key makes the digest one that
 // nobody can use to guess a password; retry is the claim's annotation.
 func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe, *Problem) {
-	r := &Recipe{Preallocate: i.Preallocation, Format: i.Format, Disk: i.Disk}
+	r := &Recipe{Preallocate: i.Preallocation, Format: i.Format, Disk: i.Disk, Archive: i.ContentType == cdiv1.DataVolumeArchive}
 	var params any = struct{}{}
 	switch s := i.Source; {
 	case s == nil:
@@ -267,8 +273,12 @@ func RecipeOf(i *v1alpha1.Import, m Material, retry string, key []byte) (*Recipe
 	if h := i.Source.HTTP; h != nil {
 		r.Checksum = h.Checksum
 	}
-	r.Digest = digest(key, r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format, r.Disk, r.Checksum)
+	all := []string{r.Kind, string(r.Params), fmt.Sprint(r.Preallocate), retry, r.Format, r.Disk, r.Checksum}
 	content := []string{r.Kind, r.Format, r.Disk}
+	if r.Archive {
+		all, content = append(all, "archive"), append(content, "archive")
+	}
+	r.Digest = digest(key, all...)
 	if h := i.Source.HTTP; h != nil {
 		content = append(content, h.URL)
 	}

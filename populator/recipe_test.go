@@ -54,7 +54,7 @@ func TestCheckSource(t *testing.T) {
 		{"registry", cdiv1.VolumeImportSourceSpec{Source: &cdiv1.ImportSourceType{Registry: &cdiv1.DataVolumeSourceRegistry{}}}, "SourceNotSupported", "registry"},
 		{"imageio", cdiv1.VolumeImportSourceSpec{Source: &cdiv1.ImportSourceType{Imageio: &cdiv1.DataVolumeSourceImageIO{}}}, "SourceNotSupported", "imageio"},
 		{"vddk", cdiv1.VolumeImportSourceSpec{Source: &cdiv1.ImportSourceType{VDDK: &cdiv1.DataVolumeSourceVDDK{}}}, "SourceNotSupported", "http and blank"},
-		{"an archive", with(http(nil), func(s *cdiv1.VolumeImportSourceSpec) { s.ContentType = "archive" }), "SourceNotSupported", "archive"},
+		{"an archive", with(http(nil), func(s *cdiv1.VolumeImportSourceSpec) { s.ContentType = "archive" }), "", ""},
 		{"an empty archive", with(blank, func(s *cdiv1.VolumeImportSourceSpec) { s.ContentType = "archive" }), "InvalidSource", "archive"},
 		{"other content", with(http(nil), func(s *cdiv1.VolumeImportSourceSpec) { s.ContentType = "tar" }), "InvalidSource", `"tar"`},
 		{"checkpoints", with(http(nil), func(s *cdiv1.VolumeImportSourceSpec) { s.Checkpoints = []cdiv1.DataVolumeCheckpoint{{}} }), "SourceNotSupported", "checkpoints"},
@@ -83,6 +83,26 @@ func TestCheckSource(t *testing.T) {
 				t.Errorf("the message repeats the URL: %s", p.Message)
 			}
 		})
+	}
+}
+
+// An archive is another content than a disk of the same address, and chooses no disk.
+func TestArchive(t *testing.T) {
+	source := &cdiv1.VolumeImportSource{Spec: http(nil)}
+	disk, problem := RecipeOf(ImportOf(source, v1alpha1.PopulateBind), Material{}, "", nil)
+	if problem != nil || disk.Archive {
+		t.Fatalf("%+v, %v", disk, problem)
+	}
+	source.Spec.ContentType = cdiv1.DataVolumeArchive
+	r, problem := RecipeOf(ImportOf(source, v1alpha1.PopulateBind), Material{}, "", nil)
+	if problem != nil || !r.Archive || r.Digest == disk.Digest || r.Content == disk.Content {
+		t.Errorf("%+v, %v; of the disk %+v", r, problem, disk)
+	}
+	for _, a := range []string{AnnotationImageFormat, AnnotationImageDisk} {
+		source.Annotations = map[string]string{a: "raw"}
+		if p := CheckSource(source); p == nil || !p.Terminal || p.Reason != ReasonInvalidSource || !strings.Contains(p.Message, a) {
+			t.Errorf("with %s: %+v", a, p)
+		}
 	}
 }
 

@@ -578,7 +578,9 @@ type PopulateRequest struct {
 	// "" for the only one.
 	Disk string `protobuf:"bytes,11,opt,name=disk,proto3" json:"disk,omitempty"`
 	// Checksum that the source's bytes must have, "algorithm:hex"; "" is none.
-	Checksum      string `protobuf:"bytes,12,opt,name=checksum,proto3" json:"checksum,omitempty"`
+	Checksum string `protobuf:"bytes,12,opt,name=checksum,proto3" json:"checksum,omitempty"`
+	// The source is a tar archive, which is unpacked into a Filesystem volume.
+	Archive       bool `protobuf:"varint,13,opt,name=archive,proto3" json:"archive,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -695,6 +697,13 @@ func (x *PopulateRequest) GetChecksum() string {
 		return x.Checksum
 	}
 	return ""
+}
+
+func (x *PopulateRequest) GetArchive() bool {
+	if x != nil {
+		return x.Archive
+	}
+	return false
 }
 
 type WatchRequest struct {
@@ -1233,7 +1242,7 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04pool\x18\x02 \x01(\tR\x04pool\x12\x1b\n" +
 	"\tpool_uuid\x18\x03 \x01(\tR\bpoolUuid\"\x18\n" +
-	"\x16DeleteSnapshotResponse\"\xe7\x02\n" +
+	"\x16DeleteSnapshotResponse\"\x81\x03\n" +
 	"\x0fPopulateRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1f\n" +
 	"\vsource_kind\x18\x02 \x01(\tR\n" +
@@ -1248,7 +1257,8 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\x06format\x18\n" +
 	" \x01(\tR\x06format\x12\x12\n" +
 	"\x04disk\x18\v \x01(\tR\x04disk\x12\x1a\n" +
-	"\bchecksum\x18\f \x01(\tR\bchecksum\"\x0e\n" +
+	"\bchecksum\x18\f \x01(\tR\bchecksum\x12\x18\n" +
+	"\aarchive\x18\r \x01(\bR\aarchive\"\x0e\n" +
 	"\fWatchRequest\"\x97\x01\n" +
 	"\x06Report\x12.\n" +
 	"\x05pools\x18\x01 \x03(\v2\x18.longshore.agent.v1.PoolR\x05pools\x124\n" +
