@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -37,6 +36,7 @@ const (
 // transfer is one run of longshore import.
 type transfer struct {
 	from        origin
+	content     string
 	source      string
 	target      string
 	journalPath string
@@ -51,9 +51,10 @@ func importCommand() *cobra.Command {
 	var t transfer
 	cmd := &cobra.Command{
 		Use:   "import SOURCE TARGET",
-		Short: "Write the disk in an image to a file or a block device",
+		Short: "Write the disk in an image to a file or a block device, or unpack an archive",
 		Long: `Write the disk that SOURCE, an http(s):// URL or the path of an image, holds to
-TARGET, a file or a block device, as a raw disk.
+TARGET, a file or a block device, as a raw disk. With --content archive SOURCE is a
+tar, and unpacked into TARGET, a folder that is empty or not there.
 
 Interrupted or killed, an import goes on where it was when the same command is
 run again: what is durable is listed in a journal, TARGET.longshore-journal.
@@ -68,6 +69,7 @@ something must be changed; 4 failed for now, try again; 130 interrupted.`,
 	}
 	f := cmd.Flags()
 	t.from.flags(f)
+	f.StringVar(&t.content, "content", contentDisk, "what SOURCE is: "+contentDisk+" (the image of a disk) or "+contentArchive)
 	f.StringVar(&t.journalPath, "journal", "", "path of the journal (default: TARGET.longshore-journal; for a device, in the user's cache folder)")
 	f.StringVar(&t.from.checksum, "checksum", "", "that SOURCE, as it is served, must have: md5, sha1, sha256 or sha512, a colon and hex digits")
 	f.BoolVar(&t.force, "force", false, "overwrite a target that is not empty")
@@ -88,6 +90,14 @@ func (t *transfer) run(cmd *cobra.Command) error {
 		if err := mover.CheckChecksum(sum); err != nil {
 			return usage(cmd, err)
 		}
+	}
+	switch {
+	case t.content == contentArchive && (t.from.format != "" || t.from.disk != "" || t.force || t.size != "" || t.preallocate):
+		return usage(cmd, errors.New("--content archive: --format, --disk, --force, --size and --preallocate are for disks"))
+	case t.content == contentArchive:
+		t.from.format = image.Archive
+	case t.content != contentDisk:
+		return usage(cmd, fmt.Errorf("content %q: use %s or %s", t.content, contentDisk, contentArchive))
 	}
 	recipe, err := t.from.recipe(t.source)
 	if err != nil {
@@ -114,6 +124,9 @@ func (t *transfer) run(cmd *cobra.Command) error {
 	if err != nil {
 		return t.explain(ctx, err)
 	}
+	if t.content == contentArchive {
+		return t.unpack(cmd, spec, info, recipe, show, start)
+	}
 	out, err := t.open(info, want, recipe)
 	if err != nil {
 		return t.explain(ctx, err)
@@ -134,17 +147,17 @@ func (t *transfer) run(cmd *cobra.Command) error {
 	if err := errors.Join(err, out.file.Close()); err != nil {
 		return t.explain(ctx, err)
 	}
-	format := facts.Format
-	if facts.Compression != "" {
-		format += "." + facts.Compression
-	}
-	network := ""
-	if n := out.moved.Read.Load(); n > 0 {
-		network = fmt.Sprintf(", %d bytes read over the network", n)
-	}
-	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image%s, %s\n",
-		t.target, bytes, human(bytes), format, network, time.Since(start).Round(10*time.Millisecond))
+	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image%s\n",
+		t.target, bytes, human(bytes), formatIn(facts), out.effort(start))
 	return nil
+}
+
+// formatIn is the format with the compression around it.
+func formatIn(f mover.Facts) string {
+	if f.Compression != "" {
+		return f.Format + "." + f.Compression
+	}
+	return f.Format
 }
 
 // explain adds what a person can do now.
@@ -232,24 +245,41 @@ func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show 
 			}
 			deps.Spool = nil
 		}
-		// What is written counts, whatever ended the run.
-		if cerr := out.commit(); cerr != nil {
-			return errors.Join(err, cerr)
-		}
-		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.ChecksumMismatch {
-			return errors.Join(err, out.discard())
-		}
-		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.SourceChanged {
-			if out.journal.Restarts > 0 {
-				return fault.Terminal(fault.SourceChanged, fmt.Errorf("the source changes again and again while it is read: import from one that stays as it is: %w", err))
-			}
-			if rerr := out.restart(); rerr != nil {
-				return errors.Join(err, rerr)
-			}
-		}
-		return err
+		return ended(out, err)
 	})
 	return facts, err
+}
+
+// target is what an import writes to.
+type target interface {
+	commit() error
+	restarts() int
+	// restart forgets what is done, because it is of another content than what the
+	// source has now.
+	restart() error
+	// discard takes away what came and is not what was meant.
+	discard() error
+}
+
+// ended does what the end of a run with err asks for.
+func ended(out target, err error) error {
+	// What is written counts, whatever ended the run.
+	if cerr := out.commit(); cerr != nil {
+		return errors.Join(err, cerr)
+	}
+	var f *fault.Fault
+	switch {
+	case !errors.As(err, &f):
+	case f.Reason == fault.ChecksumMismatch:
+		return errors.Join(err, out.discard())
+	case f.Reason == fault.SourceChanged && out.restarts() > 0:
+		return fault.Terminal(fault.SourceChanged, fmt.Errorf("the source changes again and again while it is read: import from one that stays as it is: %w", err))
+	case f.Reason == fault.SourceChanged:
+		if rerr := out.restart(); rerr != nil {
+			return errors.Join(err, rerr)
+		}
+	}
+	return err
 }
 
 // spoolBytes are the most that an image may have that is unpacked; what there is
@@ -294,24 +324,14 @@ func defaultJournal(target string) (string, error) {
 	return filepath.Join(dir, filepath.Base(abs)+".longshore-journal"), nil
 }
 
-// output is the target of an import and the record of what is durable of it. It
-// is the mover's ledger.
+// output is the disk that an import writes to.
 type output struct {
-	file    *os.File
-	disk    *device.File
-	path    string
-	device  bool
-	fresh   bool // it reads as zeros where this import has not written
-	made    bool // there was no such file before
-	resumed bool
-	moved   mover.Moved
-
-	journalPath string
-	mu          sync.Mutex // held for what follows
-	journal     *journal.Journal
-	pending     extent.Set
-	unread      int64 // bytes pending
-	last        time.Time
+	ledger
+	file   *os.File
+	disk   *device.File
+	device bool
+	fresh  bool // it reads as zeros where this import has not written
+	made   bool // there was no such file before
 }
 
 // open opens the target for a disk of info, or makes it, and its journal. It
@@ -325,7 +345,8 @@ func (t *transfer) open(info image.Info, want int64, recipe string) (*output, er
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, targetFault(err)
 	}
-	o := &output{path: t.target, journalPath: t.journalPath, last: time.Now()}
+	o := &output{ledger: ledger{path: t.target, journalPath: t.journalPath, last: time.Now()}}
+	o.sync = func() error { return o.disk.Sync() }
 	o.made = err != nil
 	if !o.made {
 		if from, err := os.Stat(t.source); err == nil && os.SameFile(from, st) {
@@ -443,25 +464,6 @@ func (o *output) prepare(t *transfer, need int64, info image.Info, want int64, r
 	return nil
 }
 
-// load reads the journal. One of another target or another source is no
-// reason to stop here: the target is looked at instead.
-func (o *output) load(id, recipe string, bytes int64) error {
-	_, err := os.Stat(o.journalPath)
-	if errors.Is(err, os.ErrNotExist) {
-		return nil
-	}
-	j, err := journal.Load(o.journalPath, id, recipe, bytes)
-	var discarded *journal.Discarded
-	if errors.As(err, &discarded) {
-		return nil
-	}
-	if err != nil {
-		return targetFault(err)
-	}
-	o.journal, o.resumed = j, true
-	return nil
-}
-
 // job is what is left to do.
 func (o *output) job(spec source.Spec, from origin) mover.Job {
 	o.mu.Lock()
@@ -479,82 +481,12 @@ func (o *output) job(spec source.Spec, from origin) mover.Job {
 	return j
 }
 
-// Began puts what is known of the source on record before the first write.
-func (o *output) Began(_ context.Context, f mover.Facts) error {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if err := recordFacts(o.journal, f); err != nil {
-		return err
-	}
-	return o.save()
-}
-
-// save makes the journal durable.
-func (o *output) save() error {
-	if err := o.journal.Save(o.journalPath); err != nil {
-		return targetFault(fmt.Errorf("journal %s: %w", o.journalPath, err))
-	}
-	return nil
-}
-
-// Done is told that a range is written. It commits when enough is written, and
-// the other workers wait meanwhile: so a kill costs a bounded number of bytes.
-func (o *output) Done(_ context.Context, off, n int64) error {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.pending.Add(off, n)
-	o.unread += n
-	if o.unread < commitBytes && time.Since(o.last) < commitAge {
-		return nil
-	}
-	return o.commitLocked()
-}
-
-// Hashed notes how far the checksum has come.
-func (o *output) Hashed(s mover.HashState) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.journal.HashAt, o.journal.HashState = s.At, s.State
-}
-
-// Flush commits all that is written.
-func (o *output) Flush(context.Context) error { return o.commit() }
-
-func (o *output) commit() error {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.commitLocked()
-}
-
-func (o *output) commitLocked() error {
-	if len(o.pending.Ranges()) == 0 {
-		return nil
-	}
-	pending := o.pending
-	o.pending, o.unread, o.last = extent.Set{}, 0, time.Now()
-	// After a failed sync nothing of it counts: it is read from the source again.
-	if err := o.disk.Sync(); err != nil {
-		return fault.Transient(fault.TargetError, fmt.Errorf("sync %s: %w", o.path, err))
-	}
-	for _, r := range pending.Ranges() {
-		o.journal.Done.Add(r.Start, r.Length)
-	}
-	o.journal.Read = o.moved.Read.Load()
-	return o.save()
-}
-
-// restart forgets what is done, because it is of another content than what the
-// source has now.
 func (o *output) restart() error {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	old := o.journal
-	o.journal = &journal.Journal{Target: old.Target, Recipe: old.Recipe, Bytes: old.Bytes, VirtualBytes: -1, Restarts: old.Restarts + 1, Soiled: true}
 	o.fresh = false
-	return o.save()
+	return o.forget()
 }
 
-// discard makes zeros of what came and is not what was meant.
+// discard makes zeros of it.
 func (o *output) discard() error {
 	if err := o.restart(); err != nil {
 		return err
