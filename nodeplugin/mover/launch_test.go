@@ -33,6 +33,7 @@ func TestMain(m *testing.M) {
 // testKinds are sources that need no server: they misbehave as hostile images
 // or broken code might.
 var testKinds = source.Kinds{
+	archived,
 	{Name: "disk", Open: func(context.Context, source.Dialer, json.RawMessage) (source.Blob, error) {
 		return shelfRanged{&shelf{content: disk(9, 24*mib), validator: source.Validator{ETag: `"9"`}}}, nil
 	}},
