@@ -365,6 +365,20 @@ func (a *Agents) Populate(ctx context.Context, node string, r *agentv1.PopulateR
 	})
 }
 
+// Verify has the node compare a volume with the digest of what filled it: as long as that takes.
+func (a *Agents) Verify(ctx context.Context, node, id string) (*agentv1.VerifyVolumeResponse, error) {
+	deed := "verify volume " + id
+	ag, _ := a.agentFor(node, id)
+	if ag == nil {
+		return nil, fmt.Errorf("%s: the Longshore plugin of node %s is not connected: %w", deed, node, csi.ErrUnavailable)
+	}
+	r, err := agentv1.NewAgentClient(ag.conn).VerifyVolume(ctx, &agentv1.VerifyVolumeRequest{Id: id})
+	if err != nil {
+		return nil, fmt.Errorf("%s on node %s: %w", deed, node, kindOf(err))
+	}
+	return r, nil
+}
+
 // errNoPool: a node is not configured with the pool that holds the data.
 var errNoPool = fmt.Errorf("pool not configured: %w", csi.ErrUnavailable)
 

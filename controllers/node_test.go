@@ -51,6 +51,8 @@ type node struct {
 	asked    map[string][]time.Time // to make a volume
 	full     bool                   // whatever the pool says
 	watchers map[chan struct{}]bool
+	// verify answers for a volume, with n locked.
+	verify func(id string) (*agentv1.VerifyVolumeResponse, error)
 	// lies are reported, and are no volumes of this node.
 	lies []*agentv1.Volume
 }
@@ -297,6 +299,12 @@ func (n *node) delete(id string) {
 	delete(n.volumes, id)
 	n.deleted = append(n.deleted, id)
 	n.tell()
+}
+
+func (n *node) VerifyVolume(_ context.Context, r *agentv1.VerifyVolumeRequest) (*agentv1.VerifyVolumeResponse, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.verify(r.GetId())
 }
 
 func (n *node) DeleteVolume(_ context.Context, r *agentv1.DeleteVolumeRequest) (*agentv1.DeleteVolumeResponse, error) {

@@ -121,13 +121,8 @@ func (p *Populate) see(ctx context.Context, key types.NamespacedName) (*populato
 		if s.Places, s.Unplaced, err = p.Room.Places(ctx, s.Claim, class, s.Class.Pool); err != nil {
 			return nil, err
 		}
-		p.mu.Lock()
-		r := p.refused[key]
-		p.mu.Unlock()
 		for i := range s.Places {
-			if s.Places[i].Node == r.node && time.Now().Before(r.until) {
-				s.Places[i].Full = r.why
-			}
+			s.Places[i].Full = p.refusedBy(key, s.Places[i].Node)
 		}
 	}
 	return s, p.seeNode(ctx, s)
@@ -261,6 +256,10 @@ func (p *Populate) onNode(ctx context.Context, s *populator.Seen, a populator.Ac
 }
 
 func (p *Populate) createVolume(ctx context.Context, s *populator.Seen) error {
+	if full := p.refusedBy(client.ObjectKeyFromObject(s.Claim), s.Record.Spec.Node); full != "" {
+		s.Agent.Full = full // the cache does not know yet that the record is released
+		return nil
+	}
 	uuid, err := poolUUID(ctx, p.Client, s.Record.Spec.Node, s.Record.Spec.Pool)
 	if err != nil {
 		return err
@@ -278,6 +277,16 @@ func (p *Populate) createVolume(ctx context.Context, s *populator.Seen) error {
 		p.refused[client.ObjectKeyFromObject(s.Claim)] = refusal{s.Record.Spec.Node, err.Error(), time.Now().Add(refusalStands)}
 	}
 	return err
+}
+
+// refusedBy is why a node had no room for a claim a moment ago; "" when it was not asked.
+func (p *Populate) refusedBy(claim types.NamespacedName, node string) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if r := p.refused[claim]; r.node == node && time.Now().Before(r.until) {
+		return r.why
+	}
+	return ""
 }
 
 // creation is the node's order for a record.

@@ -74,6 +74,7 @@ func Setup(ctx context.Context, mgr ctrl.Manager, c Config) (*Volumes, *Metrics,
 		(&NodeCertificates{Client: mgr.GetClient(), CA: c.CA, User: fmt.Sprintf("system:serviceaccount:%s:%s", c.Namespace, c.NodeServiceAccount)}).SetupWithManager(mgr),
 		(&NodeVolumes{Client: mgr.GetClient(), Live: mgr.GetAPIReader(), Agents: agents}).SetupWithManager(mgr),
 		(&NodeKeeper{Client: mgr.GetClient()}).SetupWithManager(mgr),
+		(&Verify{Client: mgr.GetClient(), Agents: agents, Events: c.Events}).SetupWithManager(mgr),
 		(&Populate{Client: mgr.GetClient(), Live: mgr.GetAPIReader(), Agents: agents, Room: room, Network: network, Events: c.Events, DigestKey: key}).SetupWithManager(ctx, mgr),
 	); err != nil {
 		return nil, nil, fmt.Errorf("set up the reconcilers: %w", err)

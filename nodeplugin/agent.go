@@ -12,6 +12,7 @@ import (
 	agentv1 "github.com/longshore-io/longshore/api/agent/v1"
 	"github.com/longshore-io/longshore/csi"
 	"github.com/longshore-io/longshore/nodeplugin/broker"
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/image"
 	"github.com/longshore-io/longshore/nodeplugin/pool"
 	"github.com/longshore-io/longshore/nodeplugin/source"
@@ -70,6 +71,18 @@ func (a *Agent) ExpandVolume(ctx context.Context, r *agentv1.ExpandVolumeRequest
 		return nil, csi.Answer(err)
 	}
 	return a.volume(r.GetId())
+}
+
+func (a *Agent) VerifyVolume(ctx context.Context, r *agentv1.VerifyVolumeRequest) (*agentv1.VerifyVolumeResponse, error) {
+	recorded, difference, err := a.Stager.Verify(ctx, r.GetId())
+	if err != nil {
+		return nil, csi.Answer(err)
+	}
+	out := &agentv1.VerifyVolumeResponse{Digest: recorded}
+	if difference != (digest.Difference{}) {
+		out.Difference = difference.String()
+	}
+	return out, nil
 }
 
 func (a *Agent) CreateSnapshot(ctx context.Context, r *agentv1.CreateSnapshotRequest) (*agentv1.Volume, error) {
@@ -232,6 +245,7 @@ func (s *Stager) tell(p *pool.Pool, v pool.Volume) *agentv1.Volume {
 		if v.AwaitsData {
 			out.Progress = &agentv1.Progress{
 				BytesDone: f.VirtualBytes, BytesTotal: f.VirtualBytes, VirtualSizeBytes: diskBytes(f.Format, f.VirtualBytes), Format: f.Format, Warnings: f.Warnings,
+				Digest: f.Digest, FromCache: f.Cached,
 			}
 		}
 	case j != nil:

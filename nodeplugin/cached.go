@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/longshore-io/longshore/nodeplugin/blockcopy"
 	"github.com/longshore-io/longshore/nodeplugin/device"
 	"github.com/longshore-io/longshore/nodeplugin/journal"
 	"github.com/longshore-io/longshore/nodeplugin/mover"
@@ -56,7 +57,7 @@ func (s *Stager) keepImage(ctx context.Context, p *pool.Pool, file *os.File, o O
 	}
 	list, err := parts()
 	if err == nil {
-		err = p.KeepImage(ctx, pool.Image{ImageKey: k, Format: r.Format, VirtualBytes: r.VirtualSize, Warnings: r.Warnings}, file, list)
+		err = p.KeepImage(ctx, pool.Image{ImageKey: k, Format: r.Format, VirtualBytes: r.VirtualSize, Digest: r.Digest, Warnings: r.Warnings}, file, list)
 	}
 	if err != nil && ctx.Err() == nil {
 		s.log.Info("the image is not kept for the next import", "error", err)
@@ -150,7 +151,7 @@ func (r *filling) fromCache(ctx context.Context) error {
 	}
 	r.log.Info("the disk came from the node's cache", "bytes", hit.VirtualBytes)
 	r.tell(func(p *Progress) { p.Phase = PhaseFinishing })
-	r.journal.Validator, r.journal.Format, r.journal.VirtualBytes = validator, hit.Format, hit.VirtualBytes
+	r.journal.Validator, r.journal.Format, r.journal.VirtualBytes, r.journal.Digest = validator, hit.Format, hit.VirtualBytes, hit.Digest
 	r.journal.Soiled, r.journal.Complete, r.journal.Cached = false, true, true
 	r.journal.Done.Add(0, hit.VirtualBytes)
 	return r.save()
@@ -163,35 +164,11 @@ func (r *filling) copyImage(ctx context.Context, hit *pool.CachedImage) error {
 		return err
 	}
 	return r.onTarget(func(dst *device.File) error {
-		buf := device.AlignedBuffer(1 << 20)
-		for off := int64(0); off < hit.VirtualBytes; {
-			data, err := unix.Seek(int(hit.File.Fd()), off, unix.SEEK_DATA)
-			if errors.Is(err, unix.ENXIO) {
-				return nil
-			}
-			if err != nil {
-				return fmt.Errorf("look for data in %s: %w", hit.File.Name(), err)
-			}
-			end, err := unix.Seek(int(hit.File.Fd()), data, unix.SEEK_HOLE)
-			if err != nil {
-				return fmt.Errorf("look for the end of data in %s: %w", hit.File.Name(), err)
-			}
-			for off = data; off < end; {
-				if ctx.Err() != nil {
-					return context.Cause(ctx)
-				}
-				part := buf[:min(int64(len(buf)), end-off)]
-				if _, err := src.ReadAt(part, off); err != nil {
-					return err
-				}
-				if _, err := dst.WriteAt(part, off); err != nil {
-					return err
-				}
-				off += int64(len(part))
-				r.Moved(min(off, hit.VirtualBytes), 0)
-			}
-		}
-		return nil
+		var done int64
+		return blockcopy.Copy(ctx, dst, src, blockcopy.Options{KnownZero: true, Progress: func(n int64) {
+			done += n
+			r.Moved(min(done, hit.VirtualBytes), 0)
+		}})
 	})
 }
 

@@ -17,7 +17,9 @@ type facts struct {
 	Format       string          `json:"format,omitempty"`
 	VirtualBytes int64           `json:"virtualBytes,omitempty"`
 	Validator    json.RawMessage `json:"validator,omitempty"`
-	Warnings     []string        `json:"warnings,omitempty"`
+	// Digest of the VirtualBytes that it filled the volume with.
+	Digest   string   `json:"digest,omitempty"`
+	Warnings []string `json:"warnings,omitempty"`
 	// Cached: the image came from the node's cache.
 	Cached bool `json:"cached,omitempty"`
 }

@@ -243,7 +243,8 @@ func (s *Stager) fill(ctx context.Context, p *pool.Pool, id string, j *job) erro
 		return fmt.Errorf("validator of the source: %w", err)
 	}
 	f := factsOf(v)
-	f.Format, f.VirtualBytes, f.Validator, f.Warnings, f.Cached = result.Format, result.VirtualSize, validator, result.Warnings, result.Cached
+	f.Format, f.VirtualBytes, f.Digest, f.Validator = result.Format, result.VirtualSize, result.Digest, validator
+	f.Warnings, f.Cached = result.Warnings, result.Cached
 	if v.Mode == pool.Filesystem {
 		f.Filesystem = fsMade
 	}

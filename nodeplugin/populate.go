@@ -22,6 +22,7 @@ import (
 
 	"github.com/longshore-io/longshore/nodeplugin/broker"
 	"github.com/longshore-io/longshore/nodeplugin/device"
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/journal"
@@ -124,7 +125,9 @@ type Result struct {
 	// VirtualSize in bytes; zeros follow up to the volume's end.
 	VirtualSize int64
 	Validator   source.Validator
-	Warnings    []string
+	// Digest of the disk's VirtualSize bytes, as package digest has it; "" of an archive.
+	Digest   string
+	Warnings []string
 	// Cached: the disk came from the node's cache of images.
 	Cached bool
 }
@@ -289,7 +292,7 @@ func (r *filling) attempt(ctx context.Context) error {
 		return err
 	}
 	r.tell(func(p *Progress) { p.Phase = PhaseFinishing })
-	return r.finish(res)
+	return r.finish(ctx, res)
 }
 
 // prepare gives the target what the mover relies on.
@@ -347,7 +350,7 @@ func (r *filling) onTarget(do func(*device.File) error) error {
 }
 
 // finish records that everything is in place.
-func (r *filling) finish(res mover.Result) error {
+func (r *filling) finish(ctx context.Context, res mover.Result) error {
 	if gaps := r.journal.Done.Missing(0, res.VirtualBytes); len(gaps) > 0 && r.journal.Done.Len() < journal.MaxRanges {
 		return fault.Transient(fault.MoverDied, fmt.Errorf("the mover says that %d bytes are copied and left out %d ranges, first %d bytes at %d", res.VirtualBytes, len(gaps), gaps[0].Length, gaps[0].Start))
 	}
@@ -355,13 +358,34 @@ func (r *filling) finish(res mover.Result) error {
 	if err := r.sync(); err != nil {
 		return err
 	}
+	if !r.job.Recipe.Archive {
+		if err := r.sumUp(ctx, res.VirtualBytes); err != nil {
+			return err
+		}
+	}
 	r.journal.VirtualBytes = res.VirtualBytes
 	r.journal.Complete = true
 	return r.save()
 }
 
+// sumUp makes the disk's digest. What no hash is recorded of is read once more.
+func (r *filling) sumUp(ctx context.Context, size int64) error {
+	if len(r.journal.Sums.Missing(size)) > 0 {
+		err := r.onTarget(func(d *device.File) error { return r.journal.Sums.Complete(ctx, d, size) })
+		if err != nil {
+			return fmt.Errorf("sum up the volume: %w", err)
+		}
+	}
+	var err error
+	if r.journal.Digest, err = r.journal.Sums.Sum(size); err != nil {
+		return err
+	}
+	r.journal.Sums = digest.Tree{}
+	return nil
+}
+
 func (r *filling) result() (Result, error) {
-	res := Result{Format: r.journal.Format, VirtualSize: r.journal.VirtualBytes, Warnings: r.facts.Warnings, Cached: r.journal.Cached}
+	res := Result{Format: r.journal.Format, VirtualSize: r.journal.VirtualBytes, Digest: r.journal.Digest, Warnings: r.facts.Warnings, Cached: r.journal.Cached}
 	if err := json.Unmarshal(r.journal.Validator, &res.Validator); err != nil {
 		return Result{}, fmt.Errorf("decode the journal's validator: %w", err)
 	}
@@ -525,13 +549,14 @@ func (r *filling) Began(_ context.Context, f mover.Facts) error {
 }
 
 // Commit is mover.Node's.
-func (r *filling) Commit(_ context.Context, ranges []extent.Range) error {
+func (r *filling) Commit(_ context.Context, ranges []extent.Range, sums *digest.Tree) error {
 	if err := r.sync(); err != nil {
 		return err
 	}
 	for _, e := range ranges {
 		r.journal.Done.Add(e.Start, e.Length)
 	}
+	r.journal.Sums.Join(sums)
 	return r.save()
 }
 

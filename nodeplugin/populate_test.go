@@ -25,6 +25,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/longshore-io/longshore/nodeplugin/broker"
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/journal"
 	"github.com/longshore-io/longshore/nodeplugin/mover"
@@ -305,6 +306,7 @@ func movers(t testing.TB, parent int) []int {
 // filling of a volume in the background.
 type running struct {
 	t       testing.TB
+	job     Job
 	cancel  context.CancelFunc
 	reports chan Progress
 	done    chan struct{}
@@ -314,7 +316,7 @@ type running struct {
 
 func fill(t testing.TB, f *Filler, job Job) *running {
 	ctx, cancel := context.WithCancel(t.Context())
-	r := &running{t: t, cancel: cancel, reports: make(chan Progress, 1<<16), done: make(chan struct{})}
+	r := &running{t: t, job: job, cancel: cancel, reports: make(chan Progress, 1<<16), done: make(chan struct{})}
 	go func() {
 		defer close(r.done)
 		r.result, r.err = f.Fill(ctx, job, func(p Progress) { r.reports <- p })
@@ -341,14 +343,34 @@ func (r *running) until(what string, is func(Progress) bool) Progress {
 	}
 }
 
-// ok waits for the end, which is to be a good one.
+// ok waits for the end, which is to be a good one: whatever came to pass, the digest is
+// that of what the volume holds.
 func (r *running) ok() Result {
 	r.t.Helper()
 	<-r.done
 	if r.err != nil {
 		r.t.Fatal(r.err)
 	}
+	if sum := sumOf(r.t, r.job.Target, r.result.VirtualSize); r.result.Digest != sum {
+		r.t.Errorf("the digest is %s and the volume's %s", r.result.Digest, sum)
+	}
 	return r.result
+}
+
+// sumOf is the digest of the first bytes of a file.
+func sumOf(t testing.TB, f *os.File, size int64) string {
+	t.Helper()
+	tree := digest.Tree{}
+	buf := make([]byte, mib)
+	for off := int64(0); off < size; off += mib {
+		p := buf[:min(mib, size-off)]
+		_, err := f.ReadAt(p, off)
+		must(t, err)
+		must(t, tree.Add(off, int64(len(p)), digest.Sums(off, p)))
+	}
+	sum, err := tree.Sum(size)
+	must(t, err)
+	return sum
 }
 
 // fails waits for the end, which is to be a fault.

@@ -65,7 +65,9 @@ type Stager struct {
 	mu sync.Mutex
 	// held says which deed has a volume to itself.
 	held map[string]string
-	jobs map[string]*job
+	// giveWay ends verifications.
+	giveWay map[string]context.CancelCauseFunc
+	jobs    map[string]*job
 	// wanted holds the volumes whose data the kubelet waits for.
 	wanted map[string]bool
 	// loops are the descriptors kept of staged volumes.
@@ -82,7 +84,7 @@ func New(ctx context.Context, cfg Config) (*Stager, []string, error) {
 	}
 	s := &Stager{
 		cfg: cfg, log: cfg.Log,
-		held: map[string]string{}, jobs: map[string]*job{}, wanted: map[string]bool{}, loops: map[string]*device.Loop{},
+		held: map[string]string{}, giveWay: map[string]context.CancelCauseFunc{}, jobs: map[string]*job{}, wanted: map[string]bool{}, loops: map[string]*device.Loop{},
 	}
 	s.life, s.end = context.WithCancel(context.WithoutCancel(ctx))
 	var report []string
@@ -129,11 +131,14 @@ func (s *Stager) Shut(ctx context.Context) error {
 }
 
 // hold gives the caller the volume to itself until it calls release. A volume
-// that somebody else holds is ErrBusy at once.
+// that somebody else holds is ErrBusy at once; a verification is told to end.
 func (s *Stager) hold(id, deed string) (release func(), err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if by, ok := s.held[id]; ok {
+		if end := s.giveWay[id]; end != nil && deed != verifying {
+			end(errGivesWay)
+		}
 		return nil, fmt.Errorf("%s volume %s: %s is under way: %w", deed, id, by, csi.ErrBusy)
 	}
 	s.held[id] = deed

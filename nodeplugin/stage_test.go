@@ -208,7 +208,7 @@ func (f *fixture) create(t *testing.T, s pool.Spec) {
 	}
 }
 
-func must(t *testing.T, err error) {
+func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)

@@ -197,7 +197,7 @@ func (s Seen) next() Act {
 	case r != nil && r.DeletionTimestamp != nil:
 		return Act{Do: Wait} // the next volume has the same name
 	case r != nil && r.Status.Populated && s.HasPV:
-		return Act{Do: Wait, Done: true, Reason: ReasonSucceeded, Message: "the volume holds the whole image"}
+		return Act{Do: Wait, Done: true, Reason: ReasonSucceeded, Message: "the volume holds the whole image" + origin(r)}
 	}
 	if p := s.obstacle(); p != nil && !s.HasPV {
 		a := Act{Do: Wait, Reason: p.Reason, Message: p.Message, Warn: true, Retry: retryOf(p)}
@@ -231,6 +231,14 @@ func (s Seen) next() Act {
 		}
 	}
 	return s.onNode()
+}
+
+// origin says where the image came from if that was not its source.
+func origin(r *v1alpha1.NodeVolume) string {
+	if p := r.Status.Progress; p != nil && p.FromCache {
+		return ", which node " + r.Spec.Node + " had in its cache"
+	}
+	return ""
 }
 
 // withdraw has the record, if there is one that nobody can have used, released.

@@ -17,6 +17,8 @@ const (
 	AnnotationBytesDone  = "longshore.dev/bytes-done"
 	AnnotationBytesTotal = "longshore.dev/bytes-total"
 	AnnotationRate       = "longshore.dev/rate" // bytes per second
+	// AnnotationDigest is that of the disk that filled the volume: see docs/digest.md.
+	AnnotationDigest = "longshore.dev/content-digest"
 )
 
 // quiet is how long a claim's annotations rest: each change re-queues the claim
@@ -31,6 +33,7 @@ func Progress(p *agentv1.Progress, populated bool) *v1alpha1.Progress {
 	out := &v1alpha1.Progress{
 		BytesDone: p.GetBytesDone(), BytesTotal: p.GetBytesTotal(), BytesPerSecond: p.GetBytesPerSecond(), ETASeconds: -1,
 		Retries: p.GetRetries(), Format: p.GetFormat(), VirtualSizeBytes: p.GetVirtualSizeBytes(),
+		Digest: p.GetDigest(), FromCache: p.GetFromCache(),
 	}
 	if out.BytesTotal > 0 && out.BytesPerSecond > 0 {
 		out.ETASeconds = max(0, (out.BytesTotal-out.BytesDone+out.BytesPerSecond-1)/out.BytesPerSecond)
@@ -59,7 +62,7 @@ func tenths(p *v1alpha1.Progress) int64 {
 }
 
 // ProgressAnnotations are all that Annotations may set.
-var ProgressAnnotations = []string{AnnotationProgress, AnnotationPhase, AnnotationBytesDone, AnnotationBytesTotal, AnnotationRate}
+var ProgressAnnotations = []string{AnnotationProgress, AnnotationPhase, AnnotationBytesDone, AnnotationBytesTotal, AnnotationRate, AnnotationDigest}
 
 // Annotations are what a claim shows of its record; nil: it has none.
 func Annotations(nv *v1alpha1.NodeVolume) map[string]string {
@@ -72,6 +75,9 @@ func Annotations(nv *v1alpha1.NodeVolume) map[string]string {
 		a[AnnotationBytesDone] = strconv.FormatInt(p.BytesDone, 10)
 		a[AnnotationBytesTotal] = strconv.FormatInt(p.BytesTotal, 10)
 		a[AnnotationRate] = strconv.FormatInt(p.BytesPerSecond, 10)
+		if p.Digest != "" {
+			a[AnnotationDigest] = p.Digest
+		}
 	}
 	switch {
 	case nv.Status.Populated:

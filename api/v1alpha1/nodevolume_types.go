@@ -187,6 +187,12 @@ type Progress struct {
 	Format string `json:"format,omitempty"`
 	// +optional
 	VirtualSizeBytes int64 `json:"virtualSizeBytes,omitempty"`
+	// Digest of the disk that the volume was filled with: see docs/digest.md.
+	// +optional
+	Digest string `json:"digest,omitempty"`
+	// FromCache: the disk came from the node's cache of images.
+	// +optional
+	FromCache bool `json:"fromCache,omitempty"`
 	// Summary is "42 %, 118 MiB/s, 1m10s left", for kubectl get.
 	// +optional
 	Summary string `json:"summary,omitempty"`

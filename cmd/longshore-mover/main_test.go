@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/mover"
 	"github.com/longshore-io/longshore/nodeplugin/source"
@@ -24,10 +25,10 @@ import (
 // desk lets a mover do as it likes.
 type desk struct{}
 
-func (desk) Began(context.Context, mover.Facts) error     { return nil }
-func (desk) Commit(context.Context, []extent.Range) error { return nil }
-func (desk) Hashed(mover.HashState)                       {}
-func (desk) Moved(int64, int64)                           {}
+func (desk) Began(context.Context, mover.Facts) error                   { return nil }
+func (desk) Commit(context.Context, []extent.Range, *digest.Tree) error { return nil }
+func (desk) Hashed(mover.HashState)                                     {}
+func (desk) Moved(int64, int64)                                         {}
 func (desk) Dial(ctx context.Context, network, address string) (net.Conn, error) {
 	return (&net.Dialer{}).DialContext(ctx, network, address)
 }

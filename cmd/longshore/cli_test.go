@@ -110,6 +110,7 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 				if !strings.Contains(r.stdout, "disk of 5243392 bytes") {
 					t.Errorf("stdout: %s", r.stdout)
 				}
+				sumsUp(t, r, source, target)
 				if _, err := os.Stat(target + ".longshore-journal"); !errors.Is(err, os.ErrNotExist) {
 					t.Errorf("the journal of a finished import stays: %v", err)
 				}
@@ -122,8 +123,9 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 			t.Fatalf("%v: %s", err, out)
 		}
 		target := filepath.Join(t.TempDir(), "disk.raw")
-		longshore(t, "import", gz, target).must(t, 0)
+		r := longshore(t, "import", gz, target).must(t, 0)
 		equal(t, target, raw.Content)
+		sumsUp(t, r, gz, target)
 	})
 	t.Run("vdi.gz, which is unpacked beside the target", func(t *testing.T) {
 		big := images.Raw(t, 2, 36<<20)
@@ -139,6 +141,7 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 		target := filepath.Join(dir, "disk.raw")
 		r := longshore(t, "import", vdi+".gz", target).must(t, 0)
 		equal(t, target, big.Content)
+		sumsUp(t, r, vdi+".gz", target)
 		if !strings.Contains(r.stderr, "unpacked to a temporary file") || !strings.Contains(r.stdout, "vdi.gzip") {
 			t.Errorf("stderr: %s\nstdout: %s", r.stderr, r.stdout)
 		}
@@ -195,6 +198,55 @@ func TestImportEveryFormatFromHTTPAndFile(t *testing.T) {
 			t.Errorf("%d bytes are allocated, want all 8 MiB (%v)", st.Blocks*512, err)
 		}
 	})
+}
+
+// sumsUp checks that an import said the digest that its source and its target have.
+func sumsUp(t *testing.T, r ran, source, target string) {
+	t.Helper()
+	_, sum, found := strings.Cut(r.stdout, "\ndigest ")
+	sum = strings.TrimSpace(sum)
+	for _, of := range [][]string{{source}, {"--format", "raw", target}} {
+		got := longshore(t, append([]string{"inspect", "--digest", "-o", "json"}, of...)...).must(t, 0)
+		if !found || !strings.Contains(got.stdout, `"digest": "`+sum+`"`) {
+			t.Errorf("the import says %s, of %s: %s", r.stdout, of, got.stdout)
+		}
+		longshore(t, append([]string{"inspect", "--verify", sum}, of...)...).must(t, 0)
+	}
+}
+
+// A digest is compared with a disk, also with one on a larger device, and a difference is told.
+func TestVerify(t *testing.T) {
+	raw := images.Raw(t, 8, 5<<20+512)
+	r := longshore(t, "inspect", "--digest", "--format", "raw", raw.Path).must(t, 0)
+	_, rest, _ := strings.Cut(r.stdout, "digest:")
+	right := strings.Fields(rest)[0]
+	changed := func(change func(b []byte) []byte) string {
+		path := filepath.Join(t.TempDir(), "changed.raw")
+		if err := os.WriteFile(path, change(bytes.Clone(raw.Content)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	for _, row := range []struct {
+		name, path, sum string
+		code            int
+		says            string
+	}{
+		{"the same", raw.Path, right, 0, ""},
+		{"zeros follow", changed(func(b []byte) []byte { return append(b, make([]byte, 3<<20)...) }), right, 0, ""},
+		{"something follows", changed(func(b []byte) []byte { return append(b, append(make([]byte, 3<<20), 1)...) }), right, 3, "behind the 5243392"},
+		{"something follows in its last block", changed(func(b []byte) []byte { return append(b, 1) }), right, 3, "want " + right},
+		{"a bit is another", changed(func(b []byte) []byte { b[4<<20] ^= 1; return b }), right, 3, "want " + right},
+		{"it is shorter", changed(func(b []byte) []byte { return b[:4<<20] }), right, 3, "has 4194304 bytes"},
+		{"no digest", raw.Path, "blake3-64k:12", 2, "hexadecimal digits"},
+	} {
+		t.Run(row.name, func(t *testing.T) {
+			r := longshore(t, "inspect", "--verify", row.sum, "--format", "raw", row.path).must(t, row.code)
+			if !strings.Contains(r.stderr, row.says) {
+				t.Errorf("stderr: %s", r.stderr)
+			}
+		})
+	}
 }
 
 func TestImportToABlockDevice(t *testing.T) {
@@ -441,6 +493,7 @@ func TestKilledImportGoesOn(t *testing.T) {
 				t.Errorf("stderr: %s", r.stderr)
 			}
 			equal(t, target, raw.Content)
+			sumsUp(t, r, raw.Path, target)
 			web.Settle()
 			total := web.Sent()
 			if again := total - size; again > 64<<20 {

@@ -143,12 +143,16 @@ func (t *transfer) run(cmd *cobra.Command) error {
 	if err != nil {
 		return errors.Join(t.explain(ctx, err), out.abandon())
 	}
+	sum, err := out.sumUp(ctx, facts.VirtualBytes)
+	if err != nil {
+		return t.explain(ctx, err)
+	}
 	bytes, err := out.finish(facts.VirtualBytes, want)
 	if err := errors.Join(err, out.file.Close()); err != nil {
 		return t.explain(ctx, err)
 	}
-	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image%s\n",
-		t.target, bytes, human(bytes), formatIn(facts), out.effort(start))
+	fmt.Fprintf(cmd.OutOrStdout(), "%s: disk of %d bytes (%s) from a %s image%s\ndigest %s\n",
+		t.target, bytes, human(bytes), formatIn(facts), out.effort(start), sum)
 	return nil
 }
 
@@ -233,17 +237,13 @@ func (t *transfer) try(ctx context.Context, spec source.Spec, out *output, show 
 	err = t.patiently(ctx, show, func() int64 { return out.journal.Done.Bytes() }, func() error {
 		var err error
 		facts, err = mover.Run(ctx, deps, out.job(spec, t.from))
-		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool && deps.Spool == nil {
+		if f := (*fault.Fault)(nil); errors.As(err, &f) && f.Reason == fault.NeedsSpool {
 			show.say("the image comes only from its beginning to its end, and has to be read in another order: it is unpacked to a temporary file first")
-			spool, cerr := out.spool()
-			if cerr != nil {
-				return cerr
-			}
-			defer spool.Close()
-			if deps.Spool, err = mover.NewSpool([]*os.File{spool}, spoolBytes, spoolBytes); err == nil {
-				facts, err = mover.Run(ctx, deps, out.job(spec, t.from))
-			}
-			deps.Spool = nil
+			facts, err = spooled(out.spoolDir(), func(spool *mover.Spool) (mover.Facts, error) {
+				deps := deps
+				deps.Spool = spool
+				return mover.Run(ctx, deps, out.job(spec, t.from))
+			})
 		}
 		return ended(out, err)
 	})
@@ -286,20 +286,29 @@ func ended(out target, err error) error {
 // room for is found out.
 const spoolBytes = 8 << 40
 
-// spool makes a file without a name, beside the target where that is a file.
-func (o *output) spool() (*os.File, error) {
-	dir := os.TempDir()
-	if !o.device {
-		dir = filepath.Dir(o.path)
+// spoolDir is where images are unpacked to: beside the target where that is a file.
+func (o *output) spoolDir() string {
+	if o.device {
+		return os.TempDir()
 	}
+	return filepath.Dir(o.path)
+}
+
+// spooled runs with a spool, a file without a name in dir.
+func spooled(dir string, run func(*mover.Spool) (mover.Facts, error)) (mover.Facts, error) {
 	f, err := os.CreateTemp(dir, ".longshore-spool-")
 	if err != nil {
-		return nil, targetFault(err)
+		return mover.Facts{}, targetFault(err)
 	}
+	defer f.Close()
 	if err := errors.Join(os.Remove(f.Name()), f.Truncate(spoolBytes)); err != nil {
-		return nil, errors.Join(targetFault(err), f.Close())
+		return mover.Facts{}, targetFault(err)
 	}
-	return f, nil
+	spool, err := mover.NewSpool([]*os.File{f}, spoolBytes, spoolBytes)
+	if err != nil {
+		return mover.Facts{}, err
+	}
+	return run(spool)
 }
 
 // defaultJournal is the journal of target: beside a file; a device's in the
@@ -345,7 +354,7 @@ func (t *transfer) open(info image.Info, want int64, recipe string) (*output, er
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, targetFault(err)
 	}
-	o := &output{ledger: ledger{path: t.target, journalPath: t.journalPath, last: time.Now()}}
+	o := &output{ledger: ledger{path: t.target, disk: true, journalPath: t.journalPath, last: time.Now()}}
 	o.sync = func() error { return o.disk.Sync() }
 	o.made = err != nil
 	if !o.made {
@@ -498,6 +507,14 @@ func (o *output) discard() error {
 		return targetFault(err)
 	}
 	return targetFault(journal.Remove(o.journalPath))
+}
+
+// sumUp returns the disk's digest; what no hash is recorded of is read once more.
+func (o *output) sumUp(ctx context.Context, size int64) (string, error) {
+	if err := o.journal.Sums.Complete(ctx, o.disk, size); err != nil {
+		return "", targetFault(err)
+	}
+	return o.journal.Sums.Sum(size)
 }
 
 // finish gives the target its final size, returns that, and takes the journal away.

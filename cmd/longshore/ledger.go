@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/journal"
@@ -18,6 +19,7 @@ import (
 type ledger struct {
 	path    string       // of the target, for messages
 	sync    func() error // makes durable what the target holds
+	disk    bool         // else an archive, which has no digest
 	resumed bool
 	moved   mover.Moved
 
@@ -25,7 +27,8 @@ type ledger struct {
 	mu          sync.Mutex // held for what follows
 	journal     *journal.Journal
 	pending     extent.Set
-	unread      int64 // bytes pending
+	sums        digest.Tree // of what is pending
+	unread      int64       // bytes pending
 	last        time.Time
 }
 
@@ -68,9 +71,18 @@ func (l *ledger) save() error {
 
 // Done is told that a range is written. It commits when enough is written, and
 // the other workers wait meanwhile: so a kill costs a bounded number of bytes.
-func (l *ledger) Done(_ context.Context, off, n int64) error {
+func (l *ledger) Done(_ context.Context, off, n int64, data []byte) error {
+	var sums []digest.Hash
+	if data != nil {
+		sums = digest.Sums(off, data)
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.disk {
+		if err := l.sums.Add(off, n, sums); err != nil {
+			return err
+		}
+	}
 	l.pending.Add(off, n)
 	l.unread += n
 	if l.unread < commitBytes && time.Since(l.last) < commitAge {
@@ -99,8 +111,8 @@ func (l *ledger) commitLocked() error {
 	if len(l.pending.Ranges()) == 0 {
 		return nil
 	}
-	pending := l.pending
-	l.pending, l.unread, l.last = extent.Set{}, 0, time.Now()
+	pending, sums := l.pending, l.sums
+	l.pending, l.sums, l.unread, l.last = extent.Set{}, digest.Tree{}, 0, time.Now()
 	// After a failed sync nothing of it counts: it is read from the source again.
 	if err := l.sync(); err != nil {
 		return fault.Transient(fault.TargetError, fmt.Errorf("sync %s: %w", l.path, err))
@@ -108,6 +120,7 @@ func (l *ledger) commitLocked() error {
 	for _, done := range pending.Ranges() {
 		l.journal.Done.Add(done.Start, done.Length)
 	}
+	l.journal.Sums.Join(&sums)
 	l.journal.Read = l.moved.Read.Load()
 	return l.save()
 }

@@ -81,7 +81,11 @@ type Ledger interface {
 	// Done says that [off, off+n) of the source is written, or known to be
 	// zero; it is not flushed. While it blocks, the worker that calls it reads
 	// no more: that is the back-pressure that bounds what a crash can lose.
-	Done(ctx context.Context, off, n int64) error
+	//
+	// off is a multiple of 64 KiB, and so is n save at the source's end. data are the
+	// bytes, valid until it returns; nil where they are zeros. Of what is in
+	// Options.Skip nothing is said, unless other bytes were written there.
+	Done(ctx context.Context, off, n int64, data []byte) error
 }
 
 // Options are how to copy; the zero value is a plain whole copy.
@@ -378,7 +382,7 @@ func (c *copier) move(ctx context.Context, src Source, t task, buf []byte) error
 		if err := c.zero(t.Start, t.Length); err != nil {
 			return err
 		}
-		return c.done(ctx, t.Range)
+		return c.done(ctx, t.Range, nil)
 	}
 	p := buf[:t.data.Length]
 	n, err := src.ReadAtContext(ctx, p, t.data.Start)
@@ -391,13 +395,27 @@ func (c *copier) move(ctx context.Context, src Source, t task, buf []byte) error
 	if err := c.zero(t.Start, t.data.Start-t.Start); err != nil {
 		return err
 	}
-	if err := c.write(buf, len(p), t.data.Start, nil); err != nil {
+	if _, err := c.write(buf, len(p), t.data.Start, nil); err != nil {
 		return err
 	}
 	if err := c.zero(t.data.End(), t.End()-t.data.End()); err != nil {
 		return err
 	}
-	return c.done(ctx, t.Range)
+	for _, part := range []struct {
+		extent.Range
+		data []byte
+	}{
+		{extent.Range{Start: t.Start, Length: t.data.Start - t.Start}, nil},
+		{t.data, p},
+		{extent.Range{Start: t.data.End(), Length: t.End() - t.data.End()}, nil},
+	} {
+		if part.Length > 0 {
+			if err := c.done(ctx, part.Range, part.data); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // CopyStream writes what r has to the start of dst, leaves zeros behind it and
@@ -465,12 +483,17 @@ func CopyStream(ctx context.Context, dst Target, r io.Reader, o Options) (int64,
 						return targetError(fmt.Sprintf("read %d bytes at %d of the target, got %d", len(present), p.off, n), err)
 					}
 				}
-				if err := c.write(p.buf, p.n, p.off, present); err != nil {
+				wrote, err := c.write(p.buf, p.n, p.off, present)
+				if err != nil {
 					return err
 				}
-				if err := c.done(run, r); err != nil {
+				if wrote || !c.skip.Contains(r.Start, r.Length) {
+					err = c.tell(run, r, p.buf[:p.n])
+				}
+				if err != nil {
 					return err
 				}
+				c.progressed(r)
 				free <- p.buf
 			}
 			return run.Err()
@@ -535,21 +558,35 @@ func newCopier(dst Target, o Options, grain int64) *copier {
 }
 
 // done tells the ledger and the progress of r.
-func (c *copier) done(ctx context.Context, r extent.Range) error {
-	if c.ledger != nil && !c.skip.Contains(r.Start, r.Length) {
-		if err := c.ledger.Done(ctx, r.Start, r.Length); err != nil {
-			return fmt.Errorf("record %d bytes at %d as done: %w", r.Length, r.Start, err)
+func (c *copier) done(ctx context.Context, r extent.Range, data []byte) error {
+	if !c.skip.Contains(r.Start, r.Length) {
+		if err := c.tell(ctx, r, data); err != nil {
+			return err
 		}
 	}
-	if c.progress == nil {
+	c.progressed(r)
+	return nil
+}
+
+func (c *copier) tell(ctx context.Context, r extent.Range, data []byte) error {
+	if c.ledger == nil {
 		return nil
+	}
+	if err := c.ledger.Done(ctx, r.Start, r.Length, data); err != nil {
+		return fmt.Errorf("record %d bytes at %d as done: %w", r.Length, r.Start, err)
+	}
+	return nil
+}
+
+func (c *copier) progressed(r extent.Range) {
+	if c.progress == nil {
+		return
 	}
 	if n := r.Length - c.skip.Intersect(r.Start, r.Length).Bytes(); n > 0 {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		c.progress(n)
 	}
-	return nil
 }
 
 // padded is how many bytes the target takes for n bytes at off: the disk's last
@@ -559,8 +596,8 @@ func (c *copier) padded(n int, off int64) int {
 }
 
 // write puts buf[:n] at off of the target, zeros as zeros. With old, what the
-// target holds there, only blocks that differ are written.
-func (c *copier) write(buf []byte, n int, off int64, old []byte) error {
+// target holds there, only blocks that differ are written; wrote says that some did.
+func (c *copier) write(buf []byte, n int, off int64, old []byte) (wrote bool, err error) {
 	full := c.padded(n, off)
 	clear(buf[n:full])
 	p := buf[:full]
@@ -590,25 +627,26 @@ func (c *copier) write(buf []byte, n int, off int64, old []byte) error {
 			to = end
 		}
 		at := off + int64(from)
+		wrote = wrote || k != same
 		switch {
 		case k == data:
 			if m, err := c.dst.WriteAt(p[from:to], at); err != nil {
-				return targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), err)
+				return wrote, targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), err)
 			} else if m < to-from {
-				return targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), io.ErrShortWrite)
+				return wrote, targetError(fmt.Sprintf("write %d bytes at %d, wrote %d", to-from, at, m), io.ErrShortWrite)
 			}
 		case k == zero && (old != nil || c.allocated.Load()): // the target holds something else here, or a block for nothing
 			if err := c.clear(at, int64(to-from)); err != nil {
-				return err
+				return wrote, err
 			}
 		case k == zero:
 			if err := c.zero(at, int64(to-from)); err != nil {
-				return err
+				return wrote, err
 			}
 		}
 		from = to
 	}
-	return nil
+	return wrote, nil
 }
 
 // zero makes [off, off+n) zeros unless it is known to be.

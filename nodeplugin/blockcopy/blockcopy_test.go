@@ -183,12 +183,12 @@ type ledger struct {
 	set  extent.Set
 	stop int64 // cancel when so many bytes are done
 	end  context.CancelFunc
-	test func(off, n int64)
+	test func(off, n int64, data []byte)
 }
 
-func (l *ledger) Done(ctx context.Context, off, n int64) error {
+func (l *ledger) Done(ctx context.Context, off, n int64, data []byte) error {
 	if l.test != nil {
-		l.test(off, n)
+		l.test(off, n, data)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -211,7 +211,13 @@ func TestCopyIsExact(t *testing.T) {
 		o := Options{KnownZero: known, Workers: 1 + rnd.IntN(8), Chunk: []int64{0, 64 << 10, 256 << 10}[rnd.IntN(3)]}
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			dst := newTarget(t, size, align, known)
-			l := &ledger{test: func(off, n int64) {
+			l := &ledger{test: func(off, n int64, data []byte) {
+				if want := src.data[off : off+n]; data != nil && !bytes.Equal(data, want) || data == nil && len(bytes.Trim(want, "\x00")) > 0 {
+					t.Errorf("of %d bytes at %d others are told", n, off)
+				}
+				if off%block != 0 || n%block != 0 && off+n != src.Size() {
+					t.Errorf("%d bytes at %d are told, which are no whole blocks", n, off)
+				}
 				if !bytes.Equal(dst.data[off:off+n], src.data[off:off+n]) {
 					t.Errorf("%d bytes at %d are called done and are not written", n, off)
 				}
@@ -382,7 +388,7 @@ func TestCopyEndsWithErrors(t *testing.T) {
 
 type refusing struct{ error }
 
-func (r refusing) Done(context.Context, int64, int64) error { return r.error }
+func (r refusing) Done(context.Context, int64, int64, []byte) error { return r.error }
 
 type broken struct{ error }
 
@@ -413,7 +419,7 @@ func TestLedgerHoldsReadsBack(t *testing.T) {
 
 type holding struct{ waiting chan struct{} }
 
-func (h holding) Done(ctx context.Context, _, _ int64) error {
+func (h holding) Done(ctx context.Context, _, _ int64, _ []byte) error {
 	h.waiting <- struct{}{}
 	<-ctx.Done()
 	return ctx.Err()

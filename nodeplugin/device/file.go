@@ -1,6 +1,7 @@
 package device
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -10,6 +11,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/longshore-io/longshore/nodeplugin/extent"
 )
 
 // blockBytes is the unit of direct I/O: a page, and a multiple of every sector
@@ -104,6 +107,45 @@ func (d *File) check(deed string, off, n int64) error {
 		return fmt.Errorf("%s %d bytes at %d of %s: outside its %d bytes", deed, n, off, d.f.Name(), d.size)
 	}
 	return nil
+}
+
+// ReadAtContext is ReadAt; a read of a disk can't be broken off.
+func (d *File) ReadAtContext(_ context.Context, p []byte, off int64) (int, error) {
+	return d.ReadAt(p, off)
+}
+
+// Extents returns the parts of [off, off+n) in order and without gaps. All of a
+// device is data.
+func (d *File) Extents(_ context.Context, off, n int64) ([]extent.Extent, error) {
+	if err := d.check("ask the extents of", off, n); err != nil {
+		return nil, err
+	}
+	if d.block {
+		return extent.Append(nil, extent.Extent{Start: off, Length: n, Kind: extent.Data}), nil
+	}
+	var list []extent.Extent
+	for at, end := off, off+n; at < end; {
+		data, err := unix.Seek(int(d.f.Fd()), at, unix.SEEK_DATA)
+		if errors.Is(err, unix.ENXIO) { // none behind
+			data, err = end, nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("look for data in %s: %w", d.f.Name(), err)
+		}
+		data = min(data, end)
+		list = extent.Append(list, extent.Extent{Start: at, Length: data - at, Kind: extent.Hole})
+		if at = data; at == end {
+			break
+		}
+		hole, err := unix.Seek(int(d.f.Fd()), at, unix.SEEK_HOLE)
+		if err != nil {
+			return nil, fmt.Errorf("look for the end of data in %s: %w", d.f.Name(), err)
+		}
+		hole = min(hole, end)
+		list = extent.Append(list, extent.Extent{Start: at, Length: hole - at, Kind: extent.Data})
+		at = hole
+	}
+	return list, nil
 }
 
 // ReadAt reads as io.ReaderAt; the disk ends at Size.

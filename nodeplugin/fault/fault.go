@@ -14,6 +14,7 @@ const (
 	CertificateError   = "CertificateError"   // the server's certificate is not trusted
 	ChecksumMismatch   = "ChecksumMismatch"   // the source's bytes are not those that were promised
 	ConnectionFailed   = "ConnectionFailed"   // no connection, or it broke
+	ContentDiffers     = "ContentDiffers"     // the disk is not the one that its digest is of
 	CorruptImage       = "CorruptImage"       // the image contradicts itself
 	EncryptedImage     = "EncryptedImage"     // the image needs a key
 	Error              = "Error"              // an error that nobody classed

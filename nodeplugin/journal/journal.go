@@ -19,6 +19,7 @@ import (
 	"path/filepath"
 	"slices"
 
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 )
 
@@ -27,15 +28,15 @@ const (
 	// ranges are forgotten: they are copied again after a restart, nothing worse.
 	MaxRanges = 32768
 	// MaxBytes is the most that a journal's file may have.
-	MaxBytes = headBytes + maxFacts + MaxRanges*2*binary.MaxVarintLen64
+	MaxBytes = headBytes + maxFacts + MaxRanges*2*binary.MaxVarintLen64 + digest.MaxNodes*(2*binary.MaxVarintLen64+digest.HashBytes)
 
 	maxFacts = 64 << 10
 
 	// The file: magic, version, length of the facts, length of the ranges and
 	// CRC32C of everything else (little endian, 4 bytes each), then the facts as
-	// JSON and the ranges as varints.
+	// JSON, the ranges as varints and, up to the end, the sums.
 	magic     = 0x4e4a534c // "LSJN" in the file
-	version   = 1
+	version   = 2
 	headBytes = 20
 )
 
@@ -71,8 +72,12 @@ type Journal struct {
 	HashState []byte `json:"hashState,omitempty"`
 	// Cached: the disk was copied from the node's cache of images.
 	Cached bool `json:"cached,omitempty"`
+	// Digest of the disk, once it is Complete.
+	Digest string `json:"digest,omitempty"`
 	// Done lists the bytes of the target that are final and durable.
 	Done extent.Set `json:"-"`
+	// Sums are of what the target holds, perhaps not of all that is Done.
+	Sums digest.Tree `json:"-"`
 }
 
 // Discarded says why a journal's file was not used.
@@ -122,9 +127,11 @@ func read(path string) ([]byte, error) {
 }
 
 // Save replaces the file at path by j, whole or not at all, and returns once
-// that is durable. It forgets the smallest ranges of j.Done beyond MaxRanges.
+// that is durable. It forgets the smallest ranges of j.Done beyond MaxRanges, and of
+// j.Sums what Trim forgets.
 func (j *Journal) Save(path string) error {
 	j.Done = Largest(j.Done, MaxRanges)
+	j.Sums.Trim()
 	data, err := j.Encode()
 	if err != nil {
 		return fmt.Errorf("encode journal: %w", err)
@@ -190,12 +197,13 @@ func (j *Journal) Encode() ([]byte, error) {
 		return nil, fmt.Errorf("facts of %d bytes, at most %d are kept", len(facts), maxFacts)
 	}
 	ranges := AppendRanges(nil, j.Done)
-	out := make([]byte, headBytes, headBytes+len(facts)+len(ranges))
+	sums := j.Sums.Append(nil)
+	out := make([]byte, headBytes, headBytes+len(facts)+len(ranges)+len(sums))
 	binary.LittleEndian.PutUint32(out[0:], magic)
 	binary.LittleEndian.PutUint32(out[4:], version)
 	binary.LittleEndian.PutUint32(out[8:], uint32(len(facts)))
 	binary.LittleEndian.PutUint32(out[12:], uint32(len(ranges)))
-	out = append(append(out, facts...), ranges...)
+	out = append(append(append(out, facts...), ranges...), sums...)
 	binary.LittleEndian.PutUint32(out[16:], sum(out))
 	return out, nil
 }
@@ -218,8 +226,8 @@ func Decode(data []byte) (*Journal, error) {
 	}
 	facts := int64(binary.LittleEndian.Uint32(data[8:]))
 	ranges := int64(binary.LittleEndian.Uint32(data[12:]))
-	if int64(len(data)) != headBytes+facts+ranges {
-		return nil, fmt.Errorf("it has %d bytes, its head says %d", len(data), headBytes+facts+ranges)
+	if int64(len(data)) < headBytes+facts+ranges {
+		return nil, fmt.Errorf("it has %d bytes, its head says at least %d", len(data), headBytes+facts+ranges)
 	}
 	if got, want := sum(data), binary.LittleEndian.Uint32(data[16:]); got != want {
 		return nil, fmt.Errorf("its checksum is %08x, its head says %08x", got, want)
@@ -229,7 +237,11 @@ func Decode(data []byte) (*Journal, error) {
 		return nil, fmt.Errorf("its facts are no JSON: %w", err)
 	}
 	var err error
-	if j.Done, err = ParseRanges(data[headBytes+facts:], j.Bytes); err != nil {
+	sums := data[headBytes+facts+ranges:]
+	if j.Done, err = ParseRanges(data[headBytes+facts:len(data)-len(sums)], j.Bytes); err != nil {
+		return nil, err
+	}
+	if j.Sums, err = digest.Parse(sums); err != nil {
 		return nil, err
 	}
 	return j, nil

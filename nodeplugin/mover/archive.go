@@ -34,7 +34,7 @@ func unpack(ctx context.Context, d Deps, j Job, f Facts, opened *image.Opened, a
 	d.Moved.Done.Store(done)
 	o := archive.Options{Done: done, Ledger: func(ctx context.Context, off, n int64) error {
 		d.Moved.Done.Add(n)
-		return a.Done(ctx, off, n)
+		return a.Done(ctx, off, n, nil)
 	}}
 	var src io.Reader = opened.Stream
 	if opened.Disk != nil {

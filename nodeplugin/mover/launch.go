@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/longshore-io/longshore/nodeplugin/archive"
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/sandbox"
@@ -49,9 +51,9 @@ type Node interface {
 	// returned nil that is on record.
 	Began(ctx context.Context, f Facts) error
 	// Commit makes durable what the mover wrote to ranges of the target, all of
-	// them inside it, and records that. After an error nothing of it may be
-	// recorded, and the mover is killed.
-	Commit(ctx context.Context, ranges []extent.Range) error
+	// them inside it, and records that. sums are of what lies there now; those of an
+	// archive are empty. After an error nothing of it may be recorded, and the mover is killed.
+	Commit(ctx context.Context, ranges []extent.Range, sums *digest.Tree) error
 	// Hashed is told how far the checksum has come, as Ledger's.
 	Hashed(s HashState)
 	// Moved is told the counters of this mover about once a second.
@@ -196,14 +198,15 @@ type session struct {
 	committing sync.Mutex // held while a batch is made durable
 	mu         sync.Mutex // held for what follows
 	batch      []extent.Range
-	upTo       uint64 // the number of the last done in batch
-	bytes      int64  // read for batch
+	sums       *digest.Tree // of the batch
+	upTo       uint64       // the number of the last done in batch
+	bytes      int64        // read for batch
 	full       chan struct{}
 	fresh      chan struct{}
 }
 
 func newSession(sock *socket, j Job, n Node) *session {
-	return &session{socket: sock, node: n, job: j, silence: silence, age: batchAge, full: make(chan struct{}, 1), fresh: make(chan struct{}, 1)}
+	return &session{socket: sock, node: n, job: j, sums: &digest.Tree{}, silence: silence, age: batchAge, full: make(chan struct{}, 1), fresh: make(chan struct{}, 1)}
 }
 
 // serve hands the mover its job and does what it asks until it has told the
@@ -399,7 +402,20 @@ func (s *session) mayWrite(ctx context.Context) error {
 
 // add puts a done range into the batch.
 func (s *session) add(ctx context.Context, p packet) error {
+	var sums []digest.Hash
+	for h := range slices.Chunk(p.Text, digest.HashBytes) {
+		if len(h) != digest.HashBytes {
+			return misbehaved(fmt.Sprintf("hashes of %d bytes", len(p.Text)), nil)
+		}
+		sums = append(sums, digest.Hash(h))
+	}
 	s.mu.Lock()
+	if !s.job.Archive {
+		if err := s.sums.Add(p.A, p.B, sums); err != nil {
+			s.mu.Unlock()
+			return misbehaved("a range is done", err)
+		}
+	}
 	if len(s.batch) == 0 {
 		notify(s.fresh)
 	}
@@ -456,13 +472,13 @@ func (s *session) commit(ctx context.Context, tell bool) error {
 	s.committing.Lock()
 	defer s.committing.Unlock()
 	s.mu.Lock()
-	batch, upTo := s.batch, s.upTo
-	s.batch, s.bytes = nil, 0
+	batch, sums, upTo := s.batch, s.sums, s.upTo
+	s.batch, s.sums, s.bytes = nil, &digest.Tree{}, 0
 	s.mu.Unlock()
 	if len(batch) == 0 {
 		return nil
 	}
-	if err := s.node.Commit(ctx, batch); err != nil {
+	if err := s.node.Commit(ctx, batch, sums); err != nil {
 		return &notCommitted{err}
 	}
 	if !tell {

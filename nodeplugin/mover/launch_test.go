@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/source"
@@ -69,6 +70,7 @@ type desk struct {
 	mu      sync.Mutex
 	facts   []Facts
 	done    extent.Set
+	sums    digest.Tree
 	commits int
 	fail    func(commit int) error
 	dialled atomic.Int32
@@ -80,7 +82,7 @@ func (d *desk) Began(_ context.Context, f Facts) error {
 	return nil
 }
 
-func (d *desk) Commit(_ context.Context, ranges []extent.Range) error {
+func (d *desk) Commit(_ context.Context, ranges []extent.Range, sums *digest.Tree) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.commits++
@@ -92,6 +94,7 @@ func (d *desk) Commit(_ context.Context, ranges []extent.Range) error {
 	for _, r := range ranges {
 		d.done.Add(r.Start, r.Length)
 	}
+	d.sums.Join(sums)
 	return nil
 }
 
@@ -142,6 +145,14 @@ func TestMoveInSandbox(t *testing.T) {
 		t.Fatal(err)
 	}
 	check(t, &memory{data: got}, disk(9, 24*mib))
+	var want digest.Tree
+	if err := want.Add(0, 24*mib, digest.Sums(0, disk(9, 24*mib))); err != nil {
+		t.Fatal(err)
+	}
+	sum, err := d.sums.Sum(24 * mib)
+	if other, werr := want.Sum(24 * mib); err != nil || werr != nil || sum != other {
+		t.Errorf("the mover's hashes make %s, %v; want %s, %v", sum, err, other, werr)
+	}
 	if usage.Bound == "" || usage.Bound != "rlimit" && usage.PeakBytes == 0 {
 		t.Errorf("usage %+v", usage)
 	}
@@ -237,11 +248,11 @@ func drain(s *socket) {
 // listens to the end.
 func played(t *testing.T, n Node, play func(t *testing.T, s *socket)) (Result, error) {
 	t.Helper()
-	return playedFor(t, batchAge, n, play)
+	return playedFor(t, 32*mib, batchAge, n, play)
 }
 
-// playedFor is played with batches that become so old.
-func playedFor(t *testing.T, age time.Duration, n Node, play func(t *testing.T, s *socket)) (Result, error) {
+// playedFor is played on so large a target, with batches that become so old.
+func playedFor(t *testing.T, bytes int64, age time.Duration, n Node, play func(t *testing.T, s *socket)) (Result, error) {
 	t.Helper()
 	ours, other := pair(t)
 	var wg sync.WaitGroup
@@ -256,7 +267,9 @@ func playedFor(t *testing.T, age time.Duration, n Node, play func(t *testing.T, 
 	})
 	defer wg.Wait()
 	defer ours.conn.Close()
-	s := newSession(ours, named("disk", ""), n)
+	j := named("disk", "")
+	j.TargetBytes = bytes
+	s := newSession(ours, j, n)
 	s.age = age
 	return s.serve(t.Context())
 }
@@ -301,6 +314,10 @@ func TestHostileMover(t *testing.T) {
 		{"done across the target's end", say(packet{Kind: done, ID: 1, A: 32*mib - 1, B: 2})},
 		{"done of nothing", say(packet{Kind: done, ID: 1, A: 0, B: 0})},
 		{"done of an overflow", say(packet{Kind: done, ID: 1, A: 1 << 62, B: 1 << 62})},
+		{"done of a part of a block", say(packet{Kind: done, ID: 1, A: 4096, B: 4096})},
+		{"too few hashes", say(packet{Kind: done, ID: 1, A: 0, B: 3 * digest.Block, Text: make([]byte, digest.HashBytes)})},
+		{"too many hashes", say(packet{Kind: done, ID: 1, A: 0, B: 4 * digest.Block, Text: make([]byte, 2*digest.HashBytes)})},
+		{"half a hash", say(packet{Kind: done, ID: 1, A: 0, B: digest.Block, Text: make([]byte, digest.HashBytes/2)})},
 		{"done of a negative length", say(packet{Kind: done, ID: 1, A: 8, B: -8})},
 		{"a second hello", say(packet{Kind: found, Text: []byte(`{}`)})},
 		{"facts of a disk larger than the target", func(_ *testing.T, s *socket) { s.send(packet{Kind: found, Text: []byte(`{"virtualBytes": 33554433}`)}) }},
@@ -355,7 +372,7 @@ func expect(t *testing.T, s *socket, k kind, id uint64) {
 // A batch is made durable when it is full, and only then the mover is told.
 func TestFullBatch(t *testing.T) {
 	d := &desk{}
-	_, err := playedFor(t, time.Hour, d, func(t *testing.T, s *socket) {
+	_, err := playedFor(t, 32*mib, time.Hour, d, func(t *testing.T, s *socket) {
 		if err := hello(s); err != nil {
 			t.Error(err)
 		}
@@ -378,7 +395,7 @@ func TestFullBatch(t *testing.T) {
 
 // A batch that is not full becomes durable when it is old.
 func TestOldBatch(t *testing.T) {
-	_, err := playedFor(t, time.Millisecond, &desk{}, func(t *testing.T, s *socket) {
+	_, err := playedFor(t, 32*mib, time.Millisecond, &desk{}, func(t *testing.T, s *socket) {
 		if err := hello(s); err != nil {
 			t.Error(err)
 		}
@@ -396,7 +413,7 @@ func TestOldBatch(t *testing.T) {
 
 // At the end nobody waits for a batch to become full or old.
 func TestFlush(t *testing.T) {
-	_, err := playedFor(t, time.Hour, &desk{}, func(t *testing.T, s *socket) {
+	_, err := playedFor(t, 32*mib, time.Hour, &desk{}, func(t *testing.T, s *socket) {
 		if err := hello(s); err != nil {
 			t.Error(err)
 		}
@@ -414,7 +431,7 @@ func TestFlush(t *testing.T) {
 // Scattered ranges do not pile up in the node plugin.
 func TestFloodOfRanges(t *testing.T) {
 	n := &counting{desk: &desk{}}
-	_, err := played(t, n, func(t *testing.T, s *socket) {
+	_, err := playedFor(t, 1<<40, batchAge, n, func(t *testing.T, s *socket) {
 		if err := hello(s); err != nil {
 			t.Error(err)
 		}
@@ -422,7 +439,7 @@ func TestFloodOfRanges(t *testing.T) {
 		listening.Go(func() { drain(s) }) // answers must not pile up either
 		defer listening.Wait()
 		for i := range uint64(3 * batchMost) {
-			if err := s.send(packet{Kind: done, ID: i + 1, A: int64(i) * 2048, B: 1024}); err != nil {
+			if err := s.send(packet{Kind: done, ID: i + 1, A: int64(i) * 2 * digest.Block, B: digest.Block}); err != nil {
 				t.Error(err)
 				return
 			}
@@ -475,9 +492,9 @@ type counting struct {
 	most int
 }
 
-func (c *counting) Commit(ctx context.Context, ranges []extent.Range) error {
+func (c *counting) Commit(ctx context.Context, ranges []extent.Range, sums *digest.Tree) error {
 	c.most = max(c.most, len(ranges))
-	return c.desk.Commit(ctx, ranges)
+	return c.desk.Commit(ctx, ranges, sums)
 }
 
 func TestCancelEndsService(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/longshore-io/longshore/nodeplugin/device"
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/image"
 	"github.com/longshore-io/longshore/nodeplugin/sandbox"
@@ -252,7 +253,13 @@ func (n *node) Began(ctx context.Context, f Facts) error {
 }
 
 // Done is Ledger's.
-func (n *node) Done(ctx context.Context, off, length int64) error {
+func (n *node) Done(ctx context.Context, off, length int64, data []byte) error {
+	var sums []byte
+	if data != nil {
+		for _, h := range digest.Sums(off, data) {
+			sums = append(sums, h[:]...)
+		}
+	}
 	read := length
 	if read > maxData {
 		read = 0
@@ -269,7 +276,7 @@ func (n *node) Done(ctx context.Context, off, length int64) error {
 	id := n.sequence
 	n.waiting = append(n.waiting, entry{id, read})
 	n.mu.Unlock()
-	return n.control.send(packet{Kind: done, ID: id, A: off, B: length, C: read})
+	return n.control.send(packet{Kind: done, ID: id, A: off, B: length, C: read, Text: sums})
 }
 
 // Flush is Ledger's.

@@ -77,8 +77,8 @@ type Ledger interface {
 	// Began is told the facts before the first byte is written. It returns when
 	// they are on record; an error ends the run.
 	Began(ctx context.Context, f Facts) error
-	// Done and its errors are as blockcopy.Ledger has them.
-	Done(ctx context.Context, off, n int64) error
+	// Done and its errors are as blockcopy.Ledger has them; of an archive there are no data.
+	Done(ctx context.Context, off, n int64, data []byte) error
 	// Flush returns when all that Done was told is durable.
 	Flush(ctx context.Context) error
 	// Hashed is told how far the checksum has come; it does not wait for anything to be
@@ -355,11 +355,11 @@ type account struct {
 	written extent.Set
 }
 
-func (a *account) Done(ctx context.Context, off, n int64) error {
+func (a *account) Done(ctx context.Context, off, n int64, data []byte) error {
 	a.mu.Lock()
 	a.written.Add(off, n)
 	a.mu.Unlock()
-	return a.ledger.Done(ctx, off, n)
+	return a.ledger.Done(ctx, off, n, data)
 }
 
 // complete checks that nothing of the disk was left out.

@@ -66,7 +66,7 @@ func (b *book) Began(_ context.Context, f Facts) error {
 	return nil
 }
 
-func (b *book) Done(_ context.Context, off, n int64) error {
+func (b *book) Done(_ context.Context, off, n int64, data []byte) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.stop > 0 && b.done.Bytes() >= b.stop {
@@ -298,7 +298,7 @@ func TestPick(t *testing.T) {
 func TestAccountFindsGaps(t *testing.T) {
 	a := &account{ledger: &book{}}
 	for _, r := range []extent.Range{{Start: 0, Length: 10}, {Start: 20, Length: 10}} {
-		if err := a.Done(t.Context(), r.Start, r.Length); err != nil {
+		if err := a.Done(t.Context(), r.Start, r.Length, nil); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -33,7 +33,7 @@ const (
 	// From the mover.
 	found    // Text: Facts as JSON
 	dial     // ID; Text: network, space, address
-	done     // ID counts up; A: offset, B: length, C: how many of these bytes were read for it
+	done     // ID counts up; A: offset, B: length, C: how many of these bytes were read for it; Text: the hashes of what is there, as digest.Sums has them, none for zeros
 	progress // A: bytes done, B: bytes read
 	hashed   // A: bytes that are summed up; Text: the state of the hash
 	flush    // all that is done is to become durable soon

@@ -41,9 +41,11 @@ type Image struct {
 	ImageKey
 	Format string `json:"format"`
 	// VirtualBytes is the size of the disk; its file ends with the block after it.
-	VirtualBytes int64     `json:"virtualBytes"`
-	Warnings     []string  `json:"warnings,omitempty"`
-	MadeAt       time.Time `json:"madeAt"`
+	VirtualBytes int64 `json:"virtualBytes"`
+	// Digest of the disk, as package digest has it.
+	Digest   string    `json:"digest"`
+	Warnings []string  `json:"warnings,omitempty"`
+	MadeAt   time.Time `json:"madeAt"`
 	// AllocatedBytes is what the file holds.
 	AllocatedBytes int64 `json:"-"`
 	// UsedAt is the time of the record's file: it need not survive a crash.

@@ -38,12 +38,12 @@ var may = []struct {
 
 	// The stager joins all parts of the engine.
 	{"nodeplugin", []string{"api/agent", "csi", "nodeplugin"}},
-	{"nodeplugin/mover", []string{"nodeplugin/archive", "nodeplugin/blockcopy", "nodeplugin/device", "nodeplugin/extent", "nodeplugin/fault", "nodeplugin/image", "nodeplugin/journal", "nodeplugin/sandbox", "nodeplugin/source"}},
+	{"nodeplugin/mover", []string{"nodeplugin/archive", "nodeplugin/blockcopy", "nodeplugin/device", "nodeplugin/digest", "nodeplugin/extent", "nodeplugin/fault", "nodeplugin/image", "nodeplugin/journal", "nodeplugin/sandbox", "nodeplugin/source"}},
 	{"nodeplugin/image", []string{"nodeplugin/extent", "nodeplugin/fault", "nodeplugin/native", "nodeplugin/nbd", "nodeplugin/sandbox"}},
 	{"nodeplugin/archive", []string{"nodeplugin/fault"}},
 	{"nodeplugin/blockcopy", []string{"nodeplugin/extent", "nodeplugin/fault"}},
 	{"nodeplugin/device", []string{"nodeplugin/extent", "nodeplugin/fault"}},
-	{"nodeplugin/journal", []string{"nodeplugin/extent", "nodeplugin/fault"}},
+	{"nodeplugin/journal", []string{"nodeplugin/digest", "nodeplugin/extent", "nodeplugin/fault"}},
 	{"nodeplugin/broker", []string{"nodeplugin/fault"}},
 	{"nodeplugin/source", []string{"nodeplugin/fault", "nodeplugin/source"}},
 	{"nodeplugin/instant", []string{"nodeplugin/nbd", "nodeplugin/sandbox", "nodeplugin/device", "nodeplugin/extent", "nodeplugin/fault"}},
@@ -51,6 +51,7 @@ var may = []struct {
 	{"nodeplugin/sandbox", nil},
 	{"nodeplugin/nbd", nil},
 	{"nodeplugin/native", nil},
+	{"nodeplugin/digest", []string{"nodeplugin/extent"}},
 	{"nodeplugin/extent", nil},
 	{"nodeplugin/fault", nil},
 }

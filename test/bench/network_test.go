@@ -20,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/longshore-io/longshore/nodeplugin/digest"
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/mover"
 	"github.com/longshore-io/longshore/nodeplugin/source"
@@ -228,7 +229,7 @@ type node struct {
 
 func (n *node) Began(context.Context, mover.Facts) error { return nil }
 
-func (n *node) Commit(context.Context, []extent.Range) error {
+func (n *node) Commit(context.Context, []extent.Range, *digest.Tree) error {
 	return syscall.Fdatasync(int(n.target.Fd()))
 }
 

@@ -706,6 +706,104 @@ func (x *PopulateRequest) GetArchive() bool {
 	return false
 }
 
+type VerifyVolumeRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyVolumeRequest) Reset() {
+	*x = VerifyVolumeRequest{}
+	mi := &file_api_agent_v1_agent_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyVolumeRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyVolumeRequest) ProtoMessage() {}
+
+func (x *VerifyVolumeRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_api_agent_v1_agent_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyVolumeRequest.ProtoReflect.Descriptor instead.
+func (*VerifyVolumeRequest) Descriptor() ([]byte, []int) {
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *VerifyVolumeRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+type VerifyVolumeResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What the volume was filled with.
+	Digest string `protobuf:"bytes,1,opt,name=digest,proto3" json:"digest,omitempty"`
+	// How it differs from that now, in words; "" when it does not.
+	Difference    string `protobuf:"bytes,2,opt,name=difference,proto3" json:"difference,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyVolumeResponse) Reset() {
+	*x = VerifyVolumeResponse{}
+	mi := &file_api_agent_v1_agent_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyVolumeResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyVolumeResponse) ProtoMessage() {}
+
+func (x *VerifyVolumeResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_api_agent_v1_agent_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyVolumeResponse.ProtoReflect.Descriptor instead.
+func (*VerifyVolumeResponse) Descriptor() ([]byte, []int) {
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *VerifyVolumeResponse) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *VerifyVolumeResponse) GetDifference() string {
+	if x != nil {
+		return x.Difference
+	}
+	return ""
+}
+
 type WatchRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -714,7 +812,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_api_agent_v1_agent_proto_msgTypes[8]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -726,7 +824,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_api_agent_v1_agent_proto_msgTypes[8]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -739,7 +837,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{8}
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{10}
 }
 
 type Report struct {
@@ -754,7 +852,7 @@ type Report struct {
 
 func (x *Report) Reset() {
 	*x = Report{}
-	mi := &file_api_agent_v1_agent_proto_msgTypes[9]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -766,7 +864,7 @@ func (x *Report) String() string {
 func (*Report) ProtoMessage() {}
 
 func (x *Report) ProtoReflect() protoreflect.Message {
-	mi := &file_api_agent_v1_agent_proto_msgTypes[9]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -779,7 +877,7 @@ func (x *Report) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Report.ProtoReflect.Descriptor instead.
 func (*Report) Descriptor() ([]byte, []int) {
-	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{9}
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Report) GetPools() []*Pool {
@@ -820,7 +918,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_api_agent_v1_agent_proto_msgTypes[10]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -832,7 +930,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_api_agent_v1_agent_proto_msgTypes[10]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -845,7 +943,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{10}
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Pool) GetName() string {
@@ -916,7 +1014,7 @@ type Volume struct {
 
 func (x *Volume) Reset() {
 	*x = Volume{}
-	mi := &file_api_agent_v1_agent_proto_msgTypes[11]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -928,7 +1026,7 @@ func (x *Volume) String() string {
 func (*Volume) ProtoMessage() {}
 
 func (x *Volume) ProtoReflect() protoreflect.Message {
-	mi := &file_api_agent_v1_agent_proto_msgTypes[11]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -941,7 +1039,7 @@ func (x *Volume) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Volume.ProtoReflect.Descriptor instead.
 func (*Volume) Descriptor() ([]byte, []int) {
-	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{11}
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Volume) GetId() string {
@@ -1067,13 +1165,17 @@ type Progress struct {
 	Format           string   `protobuf:"bytes,5,opt,name=format,proto3" json:"format,omitempty"`
 	VirtualSizeBytes int64    `protobuf:"varint,6,opt,name=virtual_size_bytes,json=virtualSizeBytes,proto3" json:"virtual_size_bytes,omitempty"`
 	Warnings         []string `protobuf:"bytes,7,rep,name=warnings,proto3" json:"warnings,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Of the disk, once the volume is populated: see docs/digest.md.
+	Digest string `protobuf:"bytes,8,opt,name=digest,proto3" json:"digest,omitempty"`
+	// The disk came from the node's cache of images.
+	FromCache     bool `protobuf:"varint,9,opt,name=from_cache,json=fromCache,proto3" json:"from_cache,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Progress) Reset() {
 	*x = Progress{}
-	mi := &file_api_agent_v1_agent_proto_msgTypes[12]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1085,7 +1187,7 @@ func (x *Progress) String() string {
 func (*Progress) ProtoMessage() {}
 
 func (x *Progress) ProtoReflect() protoreflect.Message {
-	mi := &file_api_agent_v1_agent_proto_msgTypes[12]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1098,7 +1200,7 @@ func (x *Progress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Progress.ProtoReflect.Descriptor instead.
 func (*Progress) Descriptor() ([]byte, []int) {
-	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{12}
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Progress) GetBytesDone() int64 {
@@ -1150,6 +1252,20 @@ func (x *Progress) GetWarnings() []string {
 	return nil
 }
 
+func (x *Progress) GetDigest() string {
+	if x != nil {
+		return x.Digest
+	}
+	return ""
+}
+
+func (x *Progress) GetFromCache() bool {
+	if x != nil {
+		return x.FromCache
+	}
+	return false
+}
+
 // Failure of the last try: terminal (never retried until the recipe changes) or transient.
 type Failure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1162,7 +1278,7 @@ type Failure struct {
 
 func (x *Failure) Reset() {
 	*x = Failure{}
-	mi := &file_api_agent_v1_agent_proto_msgTypes[13]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1174,7 +1290,7 @@ func (x *Failure) String() string {
 func (*Failure) ProtoMessage() {}
 
 func (x *Failure) ProtoReflect() protoreflect.Message {
-	mi := &file_api_agent_v1_agent_proto_msgTypes[13]
+	mi := &file_api_agent_v1_agent_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1187,7 +1303,7 @@ func (x *Failure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure.ProtoReflect.Descriptor instead.
 func (*Failure) Descriptor() ([]byte, []int) {
-	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{13}
+	return file_api_agent_v1_agent_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Failure) GetTerminal() bool {
@@ -1258,7 +1374,14 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	" \x01(\tR\x06format\x12\x12\n" +
 	"\x04disk\x18\v \x01(\tR\x04disk\x12\x1a\n" +
 	"\bchecksum\x18\f \x01(\tR\bchecksum\x12\x18\n" +
-	"\aarchive\x18\r \x01(\bR\aarchive\"\x0e\n" +
+	"\aarchive\x18\r \x01(\bR\aarchive\"%\n" +
+	"\x13VerifyVolumeRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"N\n" +
+	"\x14VerifyVolumeResponse\x12\x16\n" +
+	"\x06digest\x18\x01 \x01(\tR\x06digest\x12\x1e\n" +
+	"\n" +
+	"difference\x18\x02 \x01(\tR\n" +
+	"difference\"\x0e\n" +
 	"\fWatchRequest\"\x97\x01\n" +
 	"\x06Report\x12.\n" +
 	"\x05pools\x18\x01 \x03(\v2\x18.longshore.agent.v1.PoolR\x05pools\x124\n" +
@@ -1290,7 +1413,7 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\n" +
 	"created_at\x18\x0e \x01(\x03R\tcreatedAt\x12\x16\n" +
 	"\x06recipe\x18\x0f \x01(\tR\x06recipe\x12\"\n" +
-	"\fpreallocated\x18\x10 \x01(\bR\fpreallocated\"\xf0\x01\n" +
+	"\fpreallocated\x18\x10 \x01(\bR\fpreallocated\"\xa7\x02\n" +
 	"\bProgress\x12\x1d\n" +
 	"\n" +
 	"bytes_done\x18\x01 \x01(\x03R\tbytesDone\x12\x1f\n" +
@@ -1300,7 +1423,10 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\aretries\x18\x04 \x01(\x05R\aretries\x12\x16\n" +
 	"\x06format\x18\x05 \x01(\tR\x06format\x12,\n" +
 	"\x12virtual_size_bytes\x18\x06 \x01(\x03R\x10virtualSizeBytes\x12\x1a\n" +
-	"\bwarnings\x18\a \x03(\tR\bwarnings\"W\n" +
+	"\bwarnings\x18\a \x03(\tR\bwarnings\x12\x16\n" +
+	"\x06digest\x18\b \x01(\tR\x06digest\x12\x1d\n" +
+	"\n" +
+	"from_cache\x18\t \x01(\bR\tfromCache\"W\n" +
 	"\aFailure\x12\x1a\n" +
 	"\bterminal\x18\x01 \x01(\bR\bterminal\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
@@ -1315,14 +1441,15 @@ const file_api_agent_v1_agent_proto_rawDesc = "" +
 	"\vSTATE_EMPTY\x10\x01\x12\x11\n" +
 	"\rSTATE_FILLING\x10\x02\x12\x13\n" +
 	"\x0fSTATE_POPULATED\x10\x03\x12\x10\n" +
-	"\fSTATE_FAILED\x10\x042\xec\x04\n" +
+	"\fSTATE_FAILED\x10\x042\xcf\x05\n" +
 	"\x05Agent\x12S\n" +
 	"\fCreateVolume\x12'.longshore.agent.v1.CreateVolumeRequest\x1a\x1a.longshore.agent.v1.Volume\x12a\n" +
 	"\fDeleteVolume\x12'.longshore.agent.v1.DeleteVolumeRequest\x1a(.longshore.agent.v1.DeleteVolumeResponse\x12S\n" +
 	"\fExpandVolume\x12'.longshore.agent.v1.ExpandVolumeRequest\x1a\x1a.longshore.agent.v1.Volume\x12W\n" +
 	"\x0eCreateSnapshot\x12).longshore.agent.v1.CreateSnapshotRequest\x1a\x1a.longshore.agent.v1.Volume\x12g\n" +
 	"\x0eDeleteSnapshot\x12).longshore.agent.v1.DeleteSnapshotRequest\x1a*.longshore.agent.v1.DeleteSnapshotResponse\x12K\n" +
-	"\bPopulate\x12#.longshore.agent.v1.PopulateRequest\x1a\x1a.longshore.agent.v1.Volume\x12G\n" +
+	"\bPopulate\x12#.longshore.agent.v1.PopulateRequest\x1a\x1a.longshore.agent.v1.Volume\x12a\n" +
+	"\fVerifyVolume\x12'.longshore.agent.v1.VerifyVolumeRequest\x1a(.longshore.agent.v1.VerifyVolumeResponse\x12G\n" +
 	"\x05Watch\x12 .longshore.agent.v1.WatchRequest\x1a\x1a.longshore.agent.v1.Report0\x01B8Z6github.com/longshore-io/longshore/api/agent/v1;agentv1b\x06proto3"
 
 var (
@@ -1338,7 +1465,7 @@ func file_api_agent_v1_agent_proto_rawDescGZIP() []byte {
 }
 
 var file_api_agent_v1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_agent_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_api_agent_v1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_api_agent_v1_agent_proto_goTypes = []any{
 	(Mode)(0),                      // 0: longshore.agent.v1.Mode
 	(State)(0),                     // 1: longshore.agent.v1.State
@@ -1350,37 +1477,41 @@ var file_api_agent_v1_agent_proto_goTypes = []any{
 	(*DeleteSnapshotRequest)(nil),  // 7: longshore.agent.v1.DeleteSnapshotRequest
 	(*DeleteSnapshotResponse)(nil), // 8: longshore.agent.v1.DeleteSnapshotResponse
 	(*PopulateRequest)(nil),        // 9: longshore.agent.v1.PopulateRequest
-	(*WatchRequest)(nil),           // 10: longshore.agent.v1.WatchRequest
-	(*Report)(nil),                 // 11: longshore.agent.v1.Report
-	(*Pool)(nil),                   // 12: longshore.agent.v1.Pool
-	(*Volume)(nil),                 // 13: longshore.agent.v1.Volume
-	(*Progress)(nil),               // 14: longshore.agent.v1.Progress
-	(*Failure)(nil),                // 15: longshore.agent.v1.Failure
+	(*VerifyVolumeRequest)(nil),    // 10: longshore.agent.v1.VerifyVolumeRequest
+	(*VerifyVolumeResponse)(nil),   // 11: longshore.agent.v1.VerifyVolumeResponse
+	(*WatchRequest)(nil),           // 12: longshore.agent.v1.WatchRequest
+	(*Report)(nil),                 // 13: longshore.agent.v1.Report
+	(*Pool)(nil),                   // 14: longshore.agent.v1.Pool
+	(*Volume)(nil),                 // 15: longshore.agent.v1.Volume
+	(*Progress)(nil),               // 16: longshore.agent.v1.Progress
+	(*Failure)(nil),                // 17: longshore.agent.v1.Failure
 }
 var file_api_agent_v1_agent_proto_depIdxs = []int32{
 	0,  // 0: longshore.agent.v1.CreateVolumeRequest.mode:type_name -> longshore.agent.v1.Mode
-	12, // 1: longshore.agent.v1.Report.pools:type_name -> longshore.agent.v1.Pool
-	13, // 2: longshore.agent.v1.Report.volumes:type_name -> longshore.agent.v1.Volume
+	14, // 1: longshore.agent.v1.Report.pools:type_name -> longshore.agent.v1.Pool
+	15, // 2: longshore.agent.v1.Report.volumes:type_name -> longshore.agent.v1.Volume
 	0,  // 3: longshore.agent.v1.Volume.mode:type_name -> longshore.agent.v1.Mode
 	1,  // 4: longshore.agent.v1.Volume.state:type_name -> longshore.agent.v1.State
-	14, // 5: longshore.agent.v1.Volume.progress:type_name -> longshore.agent.v1.Progress
-	15, // 6: longshore.agent.v1.Volume.failure:type_name -> longshore.agent.v1.Failure
+	16, // 5: longshore.agent.v1.Volume.progress:type_name -> longshore.agent.v1.Progress
+	17, // 6: longshore.agent.v1.Volume.failure:type_name -> longshore.agent.v1.Failure
 	2,  // 7: longshore.agent.v1.Agent.CreateVolume:input_type -> longshore.agent.v1.CreateVolumeRequest
 	3,  // 8: longshore.agent.v1.Agent.DeleteVolume:input_type -> longshore.agent.v1.DeleteVolumeRequest
 	5,  // 9: longshore.agent.v1.Agent.ExpandVolume:input_type -> longshore.agent.v1.ExpandVolumeRequest
 	6,  // 10: longshore.agent.v1.Agent.CreateSnapshot:input_type -> longshore.agent.v1.CreateSnapshotRequest
 	7,  // 11: longshore.agent.v1.Agent.DeleteSnapshot:input_type -> longshore.agent.v1.DeleteSnapshotRequest
 	9,  // 12: longshore.agent.v1.Agent.Populate:input_type -> longshore.agent.v1.PopulateRequest
-	10, // 13: longshore.agent.v1.Agent.Watch:input_type -> longshore.agent.v1.WatchRequest
-	13, // 14: longshore.agent.v1.Agent.CreateVolume:output_type -> longshore.agent.v1.Volume
-	4,  // 15: longshore.agent.v1.Agent.DeleteVolume:output_type -> longshore.agent.v1.DeleteVolumeResponse
-	13, // 16: longshore.agent.v1.Agent.ExpandVolume:output_type -> longshore.agent.v1.Volume
-	13, // 17: longshore.agent.v1.Agent.CreateSnapshot:output_type -> longshore.agent.v1.Volume
-	8,  // 18: longshore.agent.v1.Agent.DeleteSnapshot:output_type -> longshore.agent.v1.DeleteSnapshotResponse
-	13, // 19: longshore.agent.v1.Agent.Populate:output_type -> longshore.agent.v1.Volume
-	11, // 20: longshore.agent.v1.Agent.Watch:output_type -> longshore.agent.v1.Report
-	14, // [14:21] is the sub-list for method output_type
-	7,  // [7:14] is the sub-list for method input_type
+	10, // 13: longshore.agent.v1.Agent.VerifyVolume:input_type -> longshore.agent.v1.VerifyVolumeRequest
+	12, // 14: longshore.agent.v1.Agent.Watch:input_type -> longshore.agent.v1.WatchRequest
+	15, // 15: longshore.agent.v1.Agent.CreateVolume:output_type -> longshore.agent.v1.Volume
+	4,  // 16: longshore.agent.v1.Agent.DeleteVolume:output_type -> longshore.agent.v1.DeleteVolumeResponse
+	15, // 17: longshore.agent.v1.Agent.ExpandVolume:output_type -> longshore.agent.v1.Volume
+	15, // 18: longshore.agent.v1.Agent.CreateSnapshot:output_type -> longshore.agent.v1.Volume
+	8,  // 19: longshore.agent.v1.Agent.DeleteSnapshot:output_type -> longshore.agent.v1.DeleteSnapshotResponse
+	15, // 20: longshore.agent.v1.Agent.Populate:output_type -> longshore.agent.v1.Volume
+	11, // 21: longshore.agent.v1.Agent.VerifyVolume:output_type -> longshore.agent.v1.VerifyVolumeResponse
+	13, // 22: longshore.agent.v1.Agent.Watch:output_type -> longshore.agent.v1.Report
+	15, // [15:23] is the sub-list for method output_type
+	7,  // [7:15] is the sub-list for method input_type
 	7,  // [7:7] is the sub-list for extension type_name
 	7,  // [7:7] is the sub-list for extension extendee
 	0,  // [0:7] is the sub-list for field type_name
@@ -1397,7 +1528,7 @@ func file_api_agent_v1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_agent_v1_agent_proto_rawDesc), len(file_api_agent_v1_agent_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   14,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -34,6 +34,7 @@ const (
 	Agent_CreateSnapshot_FullMethodName = "/longshore.agent.v1.Agent/CreateSnapshot"
 	Agent_DeleteSnapshot_FullMethodName = "/longshore.agent.v1.Agent/DeleteSnapshot"
 	Agent_Populate_FullMethodName       = "/longshore.agent.v1.Agent/Populate"
+	Agent_VerifyVolume_FullMethodName   = "/longshore.agent.v1.Agent/VerifyVolume"
 	Agent_Watch_FullMethodName          = "/longshore.agent.v1.Agent/Watch"
 )
 
@@ -54,6 +55,9 @@ type AgentClient interface {
 	// Populate starts, or joins, the transfer that fills a volume, and returns at once.
 	// A volume that ended in a terminal failure is tried again only when the recipe differs.
 	Populate(ctx context.Context, in *PopulateRequest, opts ...grpc.CallOption) (*Volume, error)
+	// VerifyVolume reads a populated volume that nobody uses and compares it with the digest of
+	// what filled it. It takes as long as that; a pod that comes to use the volume ends it (ABORTED).
+	VerifyVolume(ctx context.Context, in *VerifyVolumeRequest, opts ...grpc.CallOption) (*VerifyVolumeResponse, error)
 	// Watch reports the pools and all volumes at once, and then each change.
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Report], error)
 }
@@ -126,6 +130,16 @@ func (c *agentClient) Populate(ctx context.Context, in *PopulateRequest, opts ..
 	return out, nil
 }
 
+func (c *agentClient) VerifyVolume(ctx context.Context, in *VerifyVolumeRequest, opts ...grpc.CallOption) (*VerifyVolumeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(VerifyVolumeResponse)
+	err := c.cc.Invoke(ctx, Agent_VerifyVolume_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *agentClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Report], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &Agent_ServiceDesc.Streams[0], Agent_Watch_FullMethodName, cOpts...)
@@ -162,6 +176,9 @@ type AgentServer interface {
 	// Populate starts, or joins, the transfer that fills a volume, and returns at once.
 	// A volume that ended in a terminal failure is tried again only when the recipe differs.
 	Populate(context.Context, *PopulateRequest) (*Volume, error)
+	// VerifyVolume reads a populated volume that nobody uses and compares it with the digest of
+	// what filled it. It takes as long as that; a pod that comes to use the volume ends it (ABORTED).
+	VerifyVolume(context.Context, *VerifyVolumeRequest) (*VerifyVolumeResponse, error)
 	// Watch reports the pools and all volumes at once, and then each change.
 	Watch(*WatchRequest, grpc.ServerStreamingServer[Report]) error
 	mustEmbedUnimplementedAgentServer()
@@ -191,6 +208,9 @@ func (UnimplementedAgentServer) DeleteSnapshot(context.Context, *DeleteSnapshotR
 }
 func (UnimplementedAgentServer) Populate(context.Context, *PopulateRequest) (*Volume, error) {
 	return nil, status.Error(codes.Unimplemented, "method Populate not implemented")
+}
+func (UnimplementedAgentServer) VerifyVolume(context.Context, *VerifyVolumeRequest) (*VerifyVolumeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method VerifyVolume not implemented")
 }
 func (UnimplementedAgentServer) Watch(*WatchRequest, grpc.ServerStreamingServer[Report]) error {
 	return status.Error(codes.Unimplemented, "method Watch not implemented")
@@ -324,6 +344,24 @@ func _Agent_Populate_Handler(srv interface{}, ctx context.Context, dec func(inte
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Agent_VerifyVolume_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(VerifyVolumeRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(AgentServer).VerifyVolume(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Agent_VerifyVolume_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(AgentServer).VerifyVolume(ctx, req.(*VerifyVolumeRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Agent_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(WatchRequest)
 	if err := stream.RecvMsg(m); err != nil {
@@ -365,6 +403,10 @@ var Agent_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Populate",
 			Handler:    _Agent_Populate_Handler,
+		},
+		{
+			MethodName: "VerifyVolume",
+			Handler:    _Agent_VerifyVolume_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
