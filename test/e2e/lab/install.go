@@ -55,6 +55,11 @@ func (l *Lab) install(ctx context.Context, root string, log io.Writer, values []
 	for _, v := range values {
 		args = append(args, "--set", v)
 	}
+	if l.keep { // Helm leaves definitions as they are
+		if out, err := l.Cluster.Kubectl(ctx, "apply", "--server-side", "--force-conflicts", "-f", filepath.Join(root, "charts", "longshore", "crds")); err != nil {
+			return fmt.Errorf("bring the definitions up to date: %w: %s", err, out)
+		}
+	}
 	helm := exec.CommandContext(ctx, l.Cluster.Bin("helm"), args...)
 	helm.Env = append(os.Environ(), "KUBECONFIG="+l.Cluster.Kubeconfig())
 	if err := run(helm, log); err != nil {
