@@ -43,8 +43,6 @@ type packed interface {
 	// decode fills out, the bytes of s, from the decompressed bytes of in behind
 	// s.skip; in may be longer than the compressed data.
 	decode(s segment, out, in []byte) error
-	// window bytes are held by one decode, beside in and out.
-	window() int64
 }
 
 // boastful is a layout in which few bytes can claim more tables than a day
@@ -177,11 +175,7 @@ func (m *mapped) readRun(ctx context.Context, run []segment, end int64, p []byte
 		return err
 	}
 	start := run[0].host
-	weight := end - start
-	if m.packed != nil {
-		weight += m.packed.window()
-	}
-	weight = min(weight, mappedScratch) // nobody ever gets more: a longer run has all to itself
+	weight := min(end-start, mappedScratch) // nobody ever gets more: a longer run has all to itself
 	if err := m.scratch.Acquire(ctx, weight); err != nil {
 		return err
 	}

@@ -246,7 +246,12 @@ type qcow2 struct {
 
 	inflates sync.Pool // of io.ReadCloser that is a flate.Resetter
 	zstds    sync.Pool // of *zstd.Decoder
+	// odd has room for each reader of a zstd cluster that needs a window of its own.
+	odd chan struct{}
 }
+
+// qcow2Odd of them read at once.
+const qcow2Odd = 2
 
 func openQcow2(ctx context.Context, file Ranged) (*Opened, error) {
 	b := make([]byte, min(qcow2HeaderBytes, file.Size()))
@@ -257,7 +262,7 @@ func openQcow2(ctx context.Context, file Ranged) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	q := &qcow2{qcow2Header: h, file: file, pages: newPageCache(file)}
+	q := &qcow2{qcow2Header: h, file: file, pages: newPageCache(file), odd: make(chan struct{}, qcow2Odd)}
 	return openMapped(Info{Format: "qcow2", VirtualSize: h.size, Warnings: h.warnings}, q, file, 1<<h.clusterBits), nil
 }
 
@@ -266,13 +271,6 @@ func (q *qcow2) compression() string {
 		return "zstd"
 	}
 	return "zlib"
-}
-
-func (q *qcow2) window() int64 {
-	if q.zstd {
-		return qcow2Window
-	}
-	return 0
 }
 
 // walk is layout's. Segments are no longer than a cluster, save for what has no
@@ -436,7 +434,8 @@ func (q *qcow2) honest(ctx context.Context) error {
 // decode is packed's. What lies behind the compressed data in in, up to the end
 // of a sector, is another cluster's.
 func (q *qcow2) decode(s segment, out, in []byte) error {
-	if whole := s.skip == 0 && int64(len(out)) == 1<<q.clusterBits; whole && !q.zstd && native.Inflate(out, in) {
+	whole := s.skip == 0 && int64(len(out)) == 1<<q.clusterBits
+	if whole && !q.zstd && native.Inflate(out, in) {
 		return nil
 	}
 	var r io.Reader
@@ -444,11 +443,19 @@ func (q *qcow2) decode(s segment, out, in []byte) error {
 		d, _ := q.zstds.Get().(*zstd.Decoder)
 		if d == nil {
 			var err error
-			if d, err = zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(qcow2Window)); err != nil {
+			if d, err = zstd.NewReader(nil, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(qcow2Window), zstd.WithDecoderMaxMemory(qcow2Window)); err != nil {
 				return err
 			}
 		}
 		defer q.zstds.Put(d)
+		if whole {
+			// At once, without a window of its own. What is odd about the frame the reader below says.
+			if got, err := d.DecodeAll(in[:zstdFrameBytes(in)], out[:0]); err == nil && len(got) == len(out) && &got[0] == &out[0] {
+				return nil
+			}
+		}
+		q.odd <- struct{}{}
+		defer func() { <-q.odd }()
 		// Reset decodes a bytes.Buffer whole, up to any size; this is none.
 		if err := d.Reset(bytes.NewReader(in)); err != nil {
 			return err

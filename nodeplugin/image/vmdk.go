@@ -239,8 +239,6 @@ type vmdk struct {
 
 func (v *vmdk) compression() string { return "zlib" }
 
-func (v *vmdk) window() int64 { return 0 }
-
 // walk is layout's. Segments are no longer than a grain, save for what has no
 // grain table.
 func (v *vmdk) walk(ctx context.Context, off, n int64, each func(segment)) error {

@@ -141,8 +141,6 @@ func (l vmdkFiles) walk(ctx context.Context, off, n int64, each func(segment)) e
 
 func (l vmdkFiles) compression() string { return "zlib" }
 
-func (l vmdkFiles) window() int64 { return 0 }
-
 // decode is packed's.
 func (l vmdkFiles) decode(s segment, out, in []byte) error {
 	v, ok := l[l.from(s.start)].layout.(*vmdk)

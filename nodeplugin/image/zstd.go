@@ -65,6 +65,34 @@ func wordsOfZstd(err error, read int64) string {
 	return ""
 }
 
+// zstdFrameBytes is the length of the frame that b begins with (RFC 8878 section 3.1.1), 0 where
+// it has no end there.
+func zstdFrameBytes(b []byte) int {
+	var h zstd.Header
+	if err := h.Decode(b); err != nil || h.Skippable {
+		return 0
+	}
+	at := h.HeaderSize
+	for last := false; !last; {
+		if len(b)-at < 3 {
+			return 0
+		}
+		block := int(b[at]) | int(b[at+1])<<8 | int(b[at+2])<<16
+		last = block&1 != 0
+		n := block >> 3
+		if block>>1&3 == 1 { // one byte, repeated
+			n = 1
+		}
+		if at += 3 + n; at > len(b) {
+			return 0
+		}
+	}
+	if h.HasCheckSum {
+		at += 4
+	}
+	return min(at, len(b))
+}
+
 // atLeastOfZstd is what the first frame says of its content.
 func atLeastOfZstd(first, _ []byte) int64 {
 	var h zstd.Header
