@@ -53,7 +53,8 @@ func (v *Verify) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	if err := v.Client.Get(ctx, client.ObjectKey{Name: claim.Spec.VolumeName}, nv); err != nil {
 		return ctrl.Result{}, client.IgnoreNotFound(err) // a volume of another driver
 	}
-	kind, reason, answer := corev1.EventTypeNormal, eventVerified, ""
+	kind, reason := corev1.EventTypeNormal, eventVerified
+	var answer string
 	r, err := v.Agents.Verify(ctx, nv.Spec.Node, nv.Name)
 	switch {
 	case errors.Is(err, csi.ErrUnavailable), errors.Is(err, csi.ErrBusy), ctx.Err() != nil:

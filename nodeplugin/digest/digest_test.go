@@ -41,7 +41,6 @@ func naive(disk []byte) string {
 type memory struct {
 	b     []byte
 	holes extent.Set
-	read  extent.Set
 }
 
 func (m *memory) Size() int64 { return int64(len(m.b)) }
