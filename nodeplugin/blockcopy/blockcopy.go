@@ -194,9 +194,7 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 		if strip = nil; len(tasks) == 0 {
 			return nil
 		}
-		if err := c.order.join(ctx, tasks[0].Start); err != nil {
-			return err
-		}
+		c.order.join(tasks[0].Start)
 		select {
 		case out <- tasks:
 			return nil
@@ -237,6 +235,9 @@ func (c *copier) plan(ctx context.Context, src Source, size int64, out chan<- []
 	for at := int64(0); at < size; at += step {
 		end := min(at+step, size)
 		for _, r := range c.outer(c.skip.Missing(at, end-at), end) {
+			if err := c.order.near(ctx, r.Start); err != nil {
+				return err
+			}
 			list, err := src.Extents(ctx, r.Start, r.Length)
 			if err != nil {
 				return fmt.Errorf("ask the extents of %d bytes at %d: %w", r.Length, r.Start, err)
@@ -289,26 +290,36 @@ type order struct {
 	changed chan struct{}
 }
 
-// join waits until the task at start is not too far ahead of the first one.
-func (o *order) join(ctx context.Context, start int64) error {
+// near waits until start is not too far ahead of the first task: also what is only asked
+// for has the file pass.
+func (o *order) near(ctx context.Context, start int64) error {
 	if o == nil {
 		return nil
 	}
 	for {
 		o.mu.Lock()
-		if len(o.starts) == 0 || start-o.starts[0] <= o.ahead {
-			o.starts = append(o.starts, start)
-			o.mu.Unlock()
-			return nil
-		}
+		near := len(o.starts) == 0 || start-o.starts[0] <= o.ahead
 		changed := o.changed
 		o.mu.Unlock()
+		if near {
+			return nil
+		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
 			return ctx.Err()
 		}
 	}
+}
+
+// join counts the task at start in, which lies behind all others.
+func (o *order) join(start int64) {
+	if o == nil {
+		return
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.starts = append(o.starts, start)
 }
 
 func (o *order) leave(start int64) {

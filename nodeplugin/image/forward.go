@@ -54,11 +54,16 @@ func openForward(ctx context.Context, stream io.ReadCloser, size int64, f format
 		return nil, err
 	}
 	whole := t.size == t.pos // all of it can be read at any time
-	if !whole && f.opens != asQcow2 {
-		return nil, needsSpool(fmt.Errorf("a %s image has tables far from the data that they describe", f.name))
-	}
 	t.leap = tapeLeap
-	if opened, err = openAs(ctx, t, f, o); err != nil {
+	switch {
+	case whole, f.opens == asQcow2:
+		opened, err = openAs(ctx, t, f, o)
+	case f.opens == asVMDK:
+		opened, err = openVMDKForward(ctx, t)
+	default:
+		err = needsSpool(fmt.Errorf("a %s image has tables far from the data that they describe", f.name))
+	}
+	if err != nil {
 		return nil, err
 	}
 	opened.Info.Compression, opened.tape, opened.below = compression, t, stream
@@ -159,6 +164,29 @@ func (t *tape) apart(off int64) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return off < max(t.start, t.pos-tapeBytes) || off > t.pos+tapeLeap
+}
+
+// gone is before what can still be read.
+func (t *tape) gone() int64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.pos - tapeBytes
+}
+
+// ends says that the file's end is known, and not behind off.
+func (t *tape) ends(off int64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.size >= 0 && t.size == t.pos && t.size <= off
+}
+
+// endsBy says that the file ends at off, or before; all but that byte has been read.
+func (t *tape) endsBy(ctx context.Context, off int64) (bool, error) {
+	_, err := t.ReadAtContext(ctx, make([]byte, 1), off)
+	if t.ends(off) {
+		return true, nil
+	}
+	return false, err
 }
 
 // keep holds on to the pages of n bytes at off, which have just been read.

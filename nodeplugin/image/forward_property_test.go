@@ -121,7 +121,7 @@ func TestForward(t *testing.T) {
 		{"vhdx", []string{"-O", "vhdx"}, false},
 		{"vhd", []string{"-O", "vpc", "-o", "force_size"}, false},
 		{"vmdk", []string{"-O", "vmdk"}, false},
-		{"vmdk, stream-optimized", []string{"-O", "vmdk", "-o", "subformat=streamOptimized"}, false},
+		{"vmdk, stream-optimized", []string{"-O", "vmdk", "-o", "subformat=streamOptimized"}, true},
 	} {
 		t.Run(row.name, func(t *testing.T) {
 			b := converted(t, append([]string{"-f", "raw", raw.Path}, row.args...)...)

@@ -114,7 +114,8 @@ type Opened struct {
 	blocks *blocked // what Disk reads from, where it is one of these
 	tape   *tape
 	passed *passed
-	below  io.Closer // what Disk reads from in the end
+	end    func(context.Context) error // checks what comes behind the disk's data; nil: nothing does
+	below  io.Closer                   // what Disk reads from in the end
 	// Digests are what a bundle's manifest says of the files that the disk is in:
 	// whoever reads all of their bytes can compare them.
 	Digests []Digest
@@ -138,6 +139,11 @@ func (o *Opened) Close() error {
 func (o *Opened) Verify(ctx context.Context) error {
 	if o.blocks != nil && o.blocks.keepRecent {
 		return o.blocks.verify(ctx)
+	}
+	if o.end != nil {
+		if err := o.end(ctx); err != nil {
+			return err
+		}
 	}
 	if o.tape != nil && (o.Info.Compression != "" || o.passed != nil) {
 		if err := o.tape.rest(ctx); err != nil {

@@ -63,10 +63,11 @@ type vmdkHeader struct {
 	flags      uint32
 	size       int64 // of the part of the disk that the extent holds
 	grain      int64
-	descriptor span // empty: none
-	directory  span // of grain tables; empty until the footer is read
-	redundant  span // its copy; empty: none
-	atEnd      bool // the directory is told by the footer
+	descriptor span  // empty: none
+	directory  span  // of grain tables; empty until the footer is read
+	redundant  span  // its copy; empty: none
+	overhead   int64 // what lies before the grains of a stream
+	atEnd      bool  // the directory is told by the footer
 	unclean    bool
 }
 
@@ -122,6 +123,7 @@ func parseVMDKHeader(b []byte, fileSize int64) (vmdkHeader, error) {
 		}
 		return span{int64(at) * vmdkSector, length}, nil
 	}
+	h.overhead = int64(min(u64(64), 1<<53)) * vmdkSector
 	var err error
 	if at, n := u64(28), u64(36); at != 0 {
 		if n == 0 || n > vmdkDescriptorBytes/vmdkSector {
@@ -134,8 +136,7 @@ func parseVMDKHeader(b []byte, fileSize int64) (vmdkHeader, error) {
 	if h.atEnd = u64(56) == vmdkDirectoryAtEnd; h.atEnd {
 		return h, nil
 	}
-	perTable := h.grain * vmdkEntries
-	length := (h.size + perTable - 1) / perTable * 4
+	length := h.tables() * 4
 	if h.directory, err = place("grain directory", u64(56), length); err != nil {
 		return h, err
 	}
@@ -151,6 +152,12 @@ func parseVMDKHeader(b []byte, fileSize int64) (vmdkHeader, error) {
 }
 
 func (h vmdkHeader) compressed() bool { return h.flags&vmdkCompressed != 0 }
+
+// tables is how many grain tables the disk has.
+func (h vmdkHeader) tables() int64 {
+	perTable := h.grain * vmdkEntries
+	return (h.size + perTable - 1) / perTable
+}
 
 // parseVMDKFooter checks b, the last vmdkFooterBytes of a file of fileSize that
 // begins with h, and returns h with what only the footer tells ("Stream-Optimized
@@ -208,6 +215,17 @@ func openVMDK(ctx context.Context, file Ranged) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
+	warnings, err := describeVMDK(ctx, file, h)
+	if err != nil {
+		return nil, err
+	}
+	v := &vmdk{vmdkHeader: h, file: where, pages: newPageCache(file), inflates: new(sync.Pool)}
+	return openMapped(Info{Format: "vmdk", VirtualSize: h.size, Warnings: warnings}, v, file, h.grain), nil
+}
+
+// describeVMDK reads the descriptor of a disk that is one sparse extent, which begins
+// with h, and checks that it is no more than that.
+func describeVMDK(ctx context.Context, file Ranged, h vmdkHeader) (warnings []string, err error) {
 	if h.descriptor.length == 0 {
 		return nil, fault.Terminal(fault.ExternalDataFile,
 			errors.New("the vmdk image has no descriptor: it is one part of a disk in several files, convert the disk to one file (qemu-img convert -O qcow2), or give all of its files in one tar"))
@@ -220,12 +238,7 @@ func openVMDK(ctx context.Context, file Ranged) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	warnings, err := d.inside(h)
-	if err != nil {
-		return nil, err
-	}
-	v := &vmdk{vmdkHeader: h, file: where, pages: newPageCache(file), inflates: new(sync.Pool)}
-	return openMapped(Info{Format: "vmdk", VirtualSize: h.size, Warnings: warnings}, v, file, h.grain), nil
+	return d.inside(h)
 }
 
 // vmdk is the layout of a sparse extent.

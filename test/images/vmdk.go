@@ -138,6 +138,7 @@ func (v VMDK) Build(content []byte) ([]byte, VMDKParts) {
 		parts.Directory, parts.Tables = place()
 	}
 	pad(grain)
+	overhead := len(out) / 512
 	put := func(i int) {
 		part := content[i*grain : min((i+1)*grain, len(content))]
 		if len(bytes.Trim(part, "\x00")) == 0 {
@@ -210,7 +211,7 @@ func (v VMDK) Build(content []byte) ([]byte, VMDKParts) {
 	}
 	le.PutUint32(header[44:], 512)
 	le.PutUint64(header[56:], uint64(parts.Directory/512))
-	le.PutUint64(header[64:], uint64(v.Grain))
+	le.PutUint64(header[64:], uint64(overhead))
 	copy(header[73:], "\n \r\n")
 	if v.Unclean {
 		header[72] = 1
