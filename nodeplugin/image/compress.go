@@ -107,6 +107,9 @@ func openBlocked(ctx context.Context, blocks *blocked, c compression, o Options)
 	default:
 		blocks.keepRecent = true
 		opened, err = openAs(ctx, blocks, f, o)
+		if err == nil && len(opened.Digests) > 0 { // whose files are to be read whole
+			return nil, blocks.Close()
+		}
 	}
 	if err != nil {
 		blocks.Close()

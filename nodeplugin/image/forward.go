@@ -1,6 +1,7 @@
 package image
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -60,8 +61,14 @@ func openForward(ctx context.Context, stream io.ReadCloser, size int64, f format
 		opened, err = openAs(ctx, t, f, o)
 	case f.opens == asVMDK:
 		opened, err = openVMDKForward(ctx, t)
+	case f.opens == asTar:
+		came := bytes.NewReader(bytes.Clone(t.ring[:t.pos]))
+		return openOVAForward(ctx, both{io.MultiReader(came, stream), stream}, size, compression, o)
 	default:
 		err = needsSpool(fmt.Errorf("a %s image has tables far from the data that they describe", f.name))
+	}
+	if err == nil {
+		err = opened.compare(ctx, t)
 	}
 	if err != nil {
 		return nil, err
@@ -237,15 +244,15 @@ func isFault(err error) bool {
 	return errors.As(err, &f)
 }
 
-// rest reads to the stream's end, where the checks of a compression are.
-func (t *tape) rest(ctx context.Context) error {
+// rest reads to byte to, or to the stream's end, where the checks of a compression are.
+func (t *tape) rest(ctx context.Context, to int64) error {
 	for {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
 		t.mu.Lock()
 		err := t.pass(t.pos + tapeAhead)
-		ended := t.size == t.pos
+		ended := t.size == t.pos || t.pos >= to
 		t.mu.Unlock()
 		if err != nil || ended {
 			return err
@@ -286,6 +293,9 @@ func openSpooled(ctx context.Context, stream io.ReadCloser, f format, compressio
 		}
 	}
 	opened, err := openAs(ctx, spooled{o.Spool, n}, f, o)
+	if err == nil {
+		err = opened.compare(ctx, spooled{o.Spool, n})
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -10,6 +10,7 @@ import (
 	"encoding/xml"
 	"errors"
 	"fmt"
+	"hash"
 	"io"
 	"net/url"
 	"path"
@@ -40,8 +41,8 @@ const (
 
 // Digest is what somebody else than the server says of a part of the blob.
 type Digest struct {
-	// Name of the file that the part is.
-	Name string
+	// Name of the file that the part is, in a Bundle as Info has it.
+	Name, Bundle string
 	// Algorithm is "sha1", "sha256" or "sha512", Sum its result.
 	Algorithm string
 	Sum       []byte
@@ -67,8 +68,8 @@ type digest struct {
 type bundled struct {
 	id   string // of the description; "": none
 	file member
-	warn string // what somebody who imports it should know
-	err  error  // why it can't be read
+	size int64 // of the file in bytes by the description, -1 unknown
+	err  error // why it can't be read
 }
 
 func (d bundled) String() string {
@@ -87,8 +88,8 @@ func openTar(ctx context.Context, blob Ranged, o Options) (*Opened, error) {
 	}
 	b := &bundle{blob: blob, kind: "tar", files: map[string]member{}}
 	for _, m := range members {
-		if strings.HasPrefix(path.Base(m.name), "._") {
-			continue // what macOS knows of a file, by the file's name
+		if foreign(m) {
+			continue
 		}
 		b.files[m.name] = m
 		b.order = append(b.order, m)
@@ -109,11 +110,18 @@ func openTar(ctx context.Context, blob Ranged, o Options) (*Opened, error) {
 		return nil, fmt.Errorf("disk %s of the %s: %w", quote(d.file.name), b.kind, err)
 	}
 	opened.Info.Bundle, opened.Info.Disk = b.kind, d.file.name
-	if d.warn != "" {
-		opened.Info.Warnings = append(opened.Info.Warnings, d.warn)
+	if d.size >= 0 && d.size != d.file.at.length {
+		opened.Info.Warnings = append(opened.Info.Warnings, otherSize(d.file, d.size))
 	}
 	b.digests(opened, used)
 	return opened, nil
+}
+
+// foreign says that a file of a bundle is what macOS knows of another.
+func foreign(m member) bool { return strings.HasPrefix(path.Base(m.name), "._") }
+
+func otherSize(m member, size int64) string {
+	return fmt.Sprintf("the file %s has %d bytes, and %d by its description", quote(m.name), m.at.length, size)
 }
 
 // disks are those that the description has, or without one all files that are
@@ -132,7 +140,15 @@ func (b *bundle) disks(ctx context.Context) ([]bundled, error) {
 		b.kind = "ova"
 		return b.described(ctx, descriptions[0])
 	}
-	return nil, corruptTar("it has two descriptions, %s and %s", quote(descriptions[0].name), quote(descriptions[1].name))
+	return nil, twoDescriptions(descriptions[0], descriptions[1])
+}
+
+func twoDescriptions(a, b member) error {
+	return corruptTar("it has two descriptions, %s and %s", quote(a.name), quote(b.name))
+}
+
+func twoManifests(a, b member) error {
+	return corruptTar("it has two manifests, %s and %s", quote(a.name), quote(b.name))
 }
 
 // described are the disks of the description in m.
@@ -141,6 +157,11 @@ func (b *bundle) described(ctx context.Context, m member) ([]bundled, error) {
 	if err != nil {
 		return nil, err
 	}
+	return disksOf(text, func(href string) (member, error) { return b.beside(m, href) })
+}
+
+// disksOf are the disks that the description text has, of which find finds the files.
+func disksOf(text []byte, find func(href string) (member, error)) ([]bundled, error) {
 	o, err := parseOVF(text)
 	if err != nil {
 		return nil, err
@@ -150,7 +171,7 @@ func (b *bundle) described(ctx context.Context, m member) ([]bundled, error) {
 		if d.file == "" {
 			continue // an empty one
 		}
-		one := bundled{id: d.id, file: member{name: d.file}}
+		one := bundled{id: d.id, file: member{name: d.file}, size: -1}
 		f, ok := o.files[d.file]
 		switch {
 		case !ok:
@@ -160,10 +181,8 @@ func (b *bundle) described(ctx context.Context, m member) ([]bundled, error) {
 		case f.chunked:
 			one.err = fault.Terminal(fault.FormatNotSupported, fmt.Errorf("the file %s is split into chunks, which is not supported: export the machine without them", quote(f.href)))
 		default:
-			one.file, one.err = b.beside(m, f.href)
-			if f.size >= 0 && one.err == nil && f.size != one.file.at.length {
-				one.warn = fmt.Sprintf("the file %s has %d bytes, and %d by its description", quote(one.file.name), one.file.at.length, f.size)
-			}
+			one.file, one.err = find(f.href)
+			one.size = f.size
 		}
 		if one.err != nil && one.file.name == "" {
 			one.file.name = f.href
@@ -176,20 +195,34 @@ func (b *bundle) described(ctx context.Context, m member) ([]bundled, error) {
 	return disks, nil
 }
 
-// beside finds the file that the member m means by href.
-func (b *bundle) beside(m member, href string) (member, error) {
-	names := []string{href}
+// besides are the names that the file may have which the member m means by href: the
+// first that there is.
+func besides(m member, href string) []string {
+	var names []string
+	written := []string{href}
 	if name, err := url.PathUnescape(href); err == nil && name != href {
-		names = append(names, name)
+		written = append(written, name)
 	}
-	for _, name := range names {
+	for _, name := range written {
 		if full := path.Join(path.Dir(m.name), name); local(name) && local(full) {
-			if f, ok := b.files[full]; ok {
-				return f, nil
-			}
+			names = append(names, full)
 		}
 	}
-	return member{}, fault.Terminal(fault.ExternalDataFile,
+	return names
+}
+
+// beside finds the file that the member m means by href.
+func (b *bundle) beside(m member, href string) (member, error) {
+	for _, name := range besides(m, href) {
+		if f, ok := b.files[name]; ok {
+			return f, nil
+		}
+	}
+	return member{}, b.missing(href)
+}
+
+func (b *bundle) missing(href string) error {
+	return fault.Terminal(fault.ExternalDataFile,
 		fmt.Errorf("the disk's data are in the file %s, which the %s does not have: export the machine as one file", quote(href), b.kind))
 }
 
@@ -292,7 +325,7 @@ func (b *bundle) open(ctx context.Context, d bundled, o Options) (*Opened, []mem
 	case err != nil:
 		return nil, nil, err
 	case found && f.opens == asTar:
-		return nil, nil, fault.Terminal(fault.FormatNotSupported, errors.New("a tar inside a tar is not supported: give the inner one"))
+		return nil, nil, tarInTar()
 	case found && f.opens == asVMDKText:
 		if o.Format != "" && o.Format != "vmdk" {
 			return nil, nil, notThe(o.Format, f.name)
@@ -311,6 +344,10 @@ func (b *bundle) open(ctx context.Context, d bundled, o Options) (*Opened, []mem
 	return opened, []member{d.file}, err
 }
 
+func tarInTar() error {
+	return fault.Terminal(fault.FormatNotSupported, errors.New("a tar inside a tar is not supported: give the inner one"))
+}
+
 // descriptor reads the one of a vmdk disk of several files.
 func (b *bundle) descriptor(ctx context.Context, m member) (vmdkDescriptor, error) {
 	text, err := b.text(ctx, m, vmdkDescriptorBytes)
@@ -323,30 +360,43 @@ func (b *bundle) descriptor(ctx context.Context, m member) (vmdkDescriptor, erro
 // text reads a file of at most that many bytes, and compares it with the manifest.
 func (b *bundle) text(ctx context.Context, m member, most int64) ([]byte, error) {
 	if m.at.length > most {
-		return nil, corruptTar("its file %s has %d bytes, and %d are the most of its kind", quote(m.name), m.at.length, most)
+		return nil, tooMuchText(m, most)
 	}
 	text := make([]byte, m.at.length)
 	if _, err := readExactly(ctx, b.blob, text, m.at.at); err != nil {
 		return nil, fmt.Errorf("read %s: %w", quote(m.name), err)
 	}
-	d, ok := b.manifest[m.name]
-	if ok && !bytes.Equal(d.of(text), d.sum) {
-		return nil, corruptTar("the %s of its file %s is %x, and %x by the manifest: something has changed it, export it again", d.algorithm, quote(m.name), d.of(text), d.sum)
+	if d, ok := b.manifest[m.name]; ok {
+		return text, d.compare(b.kind, m.name, d.of(text))
 	}
 	return text, nil
 }
 
+func tooMuchText(m member, most int64) error {
+	return corruptTar("its file %s has %d bytes, and %d are the most of its kind", quote(m.name), m.at.length, most)
+}
+
+// sums are the algorithms of manifests.
+var sums = map[string]func() hash.Hash{"sha1": sha1.New, "sha256": sha256.New, "sha512": sha512.New}
+
 func (d digest) of(b []byte) []byte {
-	switch d.algorithm {
-	case "sha1":
-		sum := sha1.Sum(b) //nolint:gosec // see above
-		return sum[:]
-	case "sha256":
-		sum := sha256.Sum256(b)
-		return sum[:]
+	h := sums[d.algorithm]()
+	h.Write(b) // it returns no error
+	return h.Sum(nil)
+}
+
+// compare returns the fault ChecksumMismatch where the file's digest is another.
+func (d digest) compare(kind, name string, got []byte) error {
+	return Digest{Name: name, Algorithm: d.algorithm, Sum: d.sum, Bundle: kind}.Compare(got)
+}
+
+// Compare returns the fault ChecksumMismatch where the part's digest is another.
+func (d Digest) Compare(got []byte) error {
+	if bytes.Equal(got, d.Sum) {
+		return nil
 	}
-	sum := sha512.Sum512(b)
-	return sum[:]
+	return fault.Terminal(fault.ChecksumMismatch,
+		fmt.Errorf("the file %s of the %s has the %s digest %x, and %x by the manifest (.mf): it was damaged or replaced, export the machine again", quote(d.Name), d.Bundle, d.Algorithm, got, d.Sum))
 }
 
 // digests hands on what the manifest says of the files that the disk is in. Who
@@ -355,21 +405,49 @@ func (b *bundle) digests(opened *Opened, used []member) {
 	if b.manifest == nil {
 		return
 	}
-	var unknown []string
+	var unknown []member
 	for _, m := range used {
 		d, ok := b.manifest[m.name]
 		if !ok {
-			unknown = append(unknown, quote(m.name))
+			unknown = append(unknown, m)
 			continue
 		}
-		opened.Digests = append(opened.Digests, Digest{Name: m.name, Algorithm: d.algorithm, Sum: d.sum, Offset: m.at.at, Length: m.at.length})
+		opened.Digests = append(opened.Digests, Digest{Name: m.name, Bundle: b.kind, Algorithm: d.algorithm, Sum: d.sum, Offset: m.at.at, Length: m.at.length})
 	}
 	if len(unknown) > 0 {
-		opened.Info.Warnings = append(opened.Info.Warnings, fmt.Sprintf("the %s's manifest has no digest of %s", b.kind, strings.Join(unknown[:min(len(unknown), bundleListed)], ", ")))
+		opened.Info.Warnings = append(opened.Info.Warnings, b.undigested(unknown...))
 	}
-	if len(opened.Digests) > 0 {
-		opened.Info.Warnings = append(opened.Info.Warnings, fmt.Sprintf("the %s's manifest has digests of the disk's files, which are not compared with what is read", b.kind))
+}
+
+// undigested is the warning that the manifest does not know files of the disk.
+func (b *bundle) undigested(files ...member) string {
+	var names []string
+	for _, m := range files[:min(len(files), bundleListed)] {
+		names = append(names, quote(m.name))
 	}
+	return fmt.Sprintf("the %s's manifest has no digest of %s, which is not compared with anything", b.kind, strings.Join(names, ", "))
+}
+
+// compare reads the files that the disk is in, which lie in b, and compares them with the
+// manifest: where b is at hand.
+func (o *Opened) compare(ctx context.Context, b Ranged) error {
+	buf := make([]byte, mappedSpan)
+	for _, d := range o.Digests {
+		h := sums[d.Algorithm]()
+		for off := int64(0); off < d.Length; {
+			p := buf[:min(int64(len(buf)), d.Length-off)]
+			if _, err := readExactly(ctx, b, p, d.Offset+off); err != nil {
+				return fmt.Errorf("read %s: %w", quote(d.Name), err)
+			}
+			h.Write(p) // it returns no error
+			off += int64(len(p))
+		}
+		if err := d.Compare(h.Sum(nil)); err != nil {
+			return err
+		}
+	}
+	o.Digests = nil
+	return nil
 }
 
 // readManifest reads the bundle's manifest ("Distribution"), if it has one.
@@ -380,7 +458,7 @@ func (b *bundle) readManifest(ctx context.Context) error {
 			continue
 		}
 		if found != nil {
-			return corruptTar("it has two manifests, %s and %s", quote(found.name), quote(m.name))
+			return twoManifests(*found, m)
 		}
 		found = &b.order[i]
 	}

@@ -94,7 +94,7 @@ func TestHostileTar(t *testing.T) {
 		"a manifest of MD5":                            c("MD5(vm.ovf)"),
 		"a manifest with a short digest":               c("01234567"),
 		"a manifest that contradicts itself":           c("two digests"),
-		"a description that was changed":               c("by the manifest"),
+		"a description that was changed":               {fault.ChecksumMismatch, "by the manifest"},
 		"a descriptor alone":                           e(`"disk-flat.vmdk"`),
 		"a descriptor alone of 5 MiB":                  c("descriptor has"),
 		"several: a file that is not there":            e(`"other-flat.vmdk"`),

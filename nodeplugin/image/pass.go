@@ -19,6 +19,8 @@ type Pass struct {
 	Tap func(off int64, p []byte)
 	// From is where the pass may begin, in bytes: what lies before has gone by already.
 	From int64
+	// To is where it may end, 0 for the blob's end: little of what lies behind goes by.
+	To int64
 	// Pinned: the blob's bytes are the same however often they are read. Then what is
 	// wanted out of order is read apart, and the pass may begin at From.
 	Pinned bool
@@ -47,7 +49,7 @@ func (s *passed) Read(p []byte) (int, error) {
 // rest reads what nobody has asked for.
 func (s *passed) rest(ctx context.Context) error {
 	buf := make([]byte, readAheadPiece)
-	for {
+	for s.pass.To == 0 || s.off < s.pass.To {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
@@ -58,6 +60,7 @@ func (s *passed) rest(ctx context.Context) error {
 			return err
 		}
 	}
+	return nil
 }
 
 // openPassing opens the image of format f in a pinned blob, whose bytes go by while

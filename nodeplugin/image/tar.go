@@ -16,8 +16,11 @@ import (
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 )
 
-// tarMaxMembers are enough for a disk of 8 TiB in files of 2 GiB.
-const tarMaxMembers = 4096
+const (
+	// tarMaxMembers are enough for a disk of 8 TiB in files of 2 GiB.
+	tarMaxMembers = 4096
+	tarBlock      = 512
+)
 
 // member is a file in a tar.
 type member struct {
@@ -25,50 +28,88 @@ type member struct {
 	at   span   // its bytes, in the tar
 }
 
-// readTar lists the files of a tar from its headers. Whatever could be read
-// otherwise by another program is refused: the names of members and their
-// lengths mean one thing, and their bytes lie in one piece.
+// readTar lists the files of a tar from its headers.
 func readTar(ctx context.Context, blob Ranged) ([]member, error) {
-	src := &tarSource{ctx: ctx, pages: newPageCache(blob), size: blob.Size()}
-	r := tar.NewReader(src)
+	r := newTarReader(&tarSource{ctx: ctx, pages: newPageCache(blob), size: blob.Size()})
 	var members []member
-	seen := map[string]bool{}
 	for {
-		h, err := r.Next()
-		if errors.Is(err, io.EOF) {
+		m, err := r.next(ctx)
+		if errors.Is(err, io.EOF) && !isFault(err) {
 			return members, nil
 		}
-		if src.err != nil {
-			return nil, fmt.Errorf("read the tar's headers: %w", src.err)
+		if err != nil {
+			return nil, err
+		}
+		members = append(members, m)
+	}
+}
+
+// tarReader lists the files of a tar. Whatever could be read otherwise by another
+// program is refused: the names of members and their lengths mean one thing, and
+// their bytes lie in one piece.
+type tarReader struct {
+	src  tarBytes
+	tar  *tar.Reader
+	seen map[string]bool
+}
+
+// tarBytes are those of a tar, from its beginning.
+type tarBytes interface {
+	io.Reader
+	// at is how many have been read, room how many there may be behind.
+	at() int64
+	room() int64
+	// header is the one that has just been read.
+	header(ctx context.Context) ([]byte, error)
+	// broke is the error with which they ended too early.
+	broke() error
+}
+
+func newTarReader(src tarBytes) *tarReader {
+	return &tarReader{src: src, tar: tar.NewReader(src), seen: map[string]bool{}}
+}
+
+// next is the next file; io.EOF, and no fault, is the tar's end.
+func (r *tarReader) next(ctx context.Context) (member, error) {
+	for {
+		if err := ctx.Err(); err != nil {
+			return member{}, err
+		}
+		h, err := r.tar.Next()
+		if err := r.src.broke(); err != nil {
+			return member{}, fmt.Errorf("read the tar's headers: %w", err)
+		}
+		if errors.Is(err, io.EOF) {
+			return member{}, io.EOF
 		}
 		if err != nil {
-			return nil, corruptTar("its header before byte %d: %w: it is cut short or damaged, upload it again", src.off, err)
+			return member{}, corruptTar("its header before byte %d: %w: it is cut short or damaged, upload it again", r.src.at(), err)
 		}
 		// Where the name is anything, what else there is does not matter.
 		name := strings.TrimPrefix(h.Name, "./")
 		if h.Typeflag != tar.TypeXGlobalHeader && !local(name) && (h.Typeflag != tar.TypeDir || name != "") {
-			return nil, corruptTar("its member %s points out of it, or its name is no text", quote(h.Name))
+			return member{}, corruptTar("its member %s points out of it, or its name is no text", quote(h.Name))
 		}
 		if err := plainMember(h); err != nil {
-			return nil, err
+			return member{}, err
 		}
 		if h.Typeflag == tar.TypeDir || h.Typeflag == tar.TypeXGlobalHeader {
 			continue
 		}
-		if h.Size > src.size-src.off {
-			return nil, corruptTar("its member %s has %d bytes at %d of a file of %d bytes: the file is cut short, upload it again", quote(name), h.Size, src.off, src.size)
+		if h.Size > r.src.room() {
+			return member{}, corruptTar("its member %s has %d bytes at %d of a file of %d bytes: the file is cut short, upload it again", quote(name), h.Size, r.src.at(), r.src.at()+r.src.room())
 		}
-		if err := src.honest(h); err != nil {
-			return nil, err
+		if err := honest(ctx, r.src, h); err != nil {
+			return member{}, err
 		}
 		name = path.Clean(name)
-		if seen[name] {
-			return nil, corruptTar("it has the member %s twice", quote(name))
+		if r.seen[name] {
+			return member{}, corruptTar("it has the member %s twice", quote(name))
 		}
-		seen[name] = true
-		if members = append(members, member{name: name, at: span{src.off, h.Size}}); len(members) > tarMaxMembers {
-			return nil, fault.Terminal(fault.FormatNotSupported, fmt.Errorf("a tar of more than %d files is not supported: give the disk alone", tarMaxMembers))
+		if r.seen[name] = true; len(r.seen) > tarMaxMembers {
+			return member{}, fault.Terminal(fault.FormatNotSupported, fmt.Errorf("a tar of more than %d files is not supported: give the disk alone", tarMaxMembers))
 		}
+		return member{name: name, at: span{r.src.at(), h.Size}}, nil
 	}
 }
 
@@ -128,16 +169,24 @@ func (s *tarSource) Seek(off int64, whence int) (int64, error) {
 	return s.off, nil
 }
 
+func (s *tarSource) at() int64    { return s.off }
+func (s *tarSource) room() int64  { return s.size - s.off }
+func (s *tarSource) broke() error { return s.err }
+
+func (s *tarSource) header(ctx context.Context) ([]byte, error) {
+	return s.pages.at(ctx, s.off-tarBlock)
+}
+
 // honest compares the length of a member with the one in the header right before
 // its bytes. An extended header may tell another, and does so where that one has
 // no room for it; else one of the two is a lie, and programs differ in which
 // they believe.
-func (s *tarSource) honest(h *tar.Header) error {
+func honest(ctx context.Context, src tarBytes, h *tar.Header) error {
 	if _, ok := h.PAXRecords["size"]; !ok {
 		return nil
 	}
 	const field, length = 124, 12 // of "ustar Interchange Format" in POSIX's pax
-	b, err := s.pages.at(s.ctx, s.off-512)
+	b, err := src.header(ctx)
 	if err != nil {
 		return fmt.Errorf("read the tar's headers: %w", err)
 	}

@@ -309,7 +309,7 @@ func (s *session) read(ctx context.Context, dials *errgroup.Group) (Result, erro
 				return Result{}, err
 			}
 		case hashed:
-			if p.A < 0 || len(p.Text) > maxHashState || s.job.Checksum == "" {
+			if p.A < 0 || len(p.Text) > maxHashState {
 				return Result{}, misbehaved(fmt.Sprintf("a hash of %d bytes, %d bytes long", p.A, len(p.Text)), nil)
 			}
 			s.node.Hashed(HashState{At: p.A, State: bytes.Clone(p.Text)})

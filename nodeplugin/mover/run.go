@@ -50,7 +50,7 @@ type Job struct {
 	SpoolFiles int        `json:"spoolFiles,omitempty"`
 	SpoolBytes int64      `json:"spoolBytes,omitempty"`
 	// Checksum of the source's bytes, "algorithm:hex", that must be right; "" is none.
-	// HashState is how far an earlier run had come with it.
+	// HashState is how far an earlier run had come with it, and with the digests in an OVA.
 	Checksum  string    `json:"checksum,omitempty"`
 	HashState HashState `json:"hashState,omitzero"`
 	// Resume is what an earlier run found; nil for the first. Done is what it has
@@ -125,14 +125,9 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 		return Facts{}, fmt.Errorf("open source: %w", err)
 	}
 	defer blob.Close()
-	o := image.Options{Format: formatOf(blob, j), Disk: j.Disk, Spool: d.Spool}
-	sum, err := pass(&o, blob, j)
+	opened, sum, err := open(ctx, d, blob, j)
 	if err != nil {
 		return Facts{}, err
-	}
-	opened, err := image.Open(ctx, blob, o)
-	if err != nil {
-		return Facts{}, fmt.Errorf("open image: %w", err)
 	}
 	defer opened.Close()
 	if sum != nil && opened.Resumable() {
@@ -182,10 +177,34 @@ func Run(ctx context.Context, d Deps, j Job) (Facts, error) {
 	return facts, account.complete(facts.VirtualBytes)
 }
 
-// pass has the source's bytes summed up where the job asks for that. Only a strong
+// open opens the image. Where a checksum is asked for, or a bundle has digests of the
+// files that the disk is in, the source's bytes are summed up on their way to the disk.
+func open(ctx context.Context, d Deps, blob source.Blob, j Job) (*image.Opened, *checksums, error) {
+	o := image.Options{Format: formatOf(blob, j), Disk: j.Disk, Spool: d.Spool}
+	sum, err := pass(&o, blob, j, nil)
+	if err != nil {
+		return nil, nil, err
+	}
+	opened, err := image.Open(ctx, blob, o)
+	if err == nil && len(opened.Digests) > 0 {
+		if sum, err = pass(&o, blob, j, opened.Digests); err != nil {
+			return nil, nil, errors.Join(err, opened.Close())
+		}
+		if err := opened.Close(); err != nil {
+			return nil, nil, err
+		}
+		opened, err = image.Open(ctx, blob, o)
+	}
+	if err != nil {
+		return nil, nil, fmt.Errorf("open image: %w", err)
+	}
+	return opened, sum, nil
+}
+
+// pass has the source's bytes summed up where the job or digests ask for that. Only a strong
 // validator proves that bytes which are read twice are the same.
-func pass(o *image.Options, blob source.Blob, j Job) (*checksum, error) {
-	if j.Checksum == "" {
+func pass(o *image.Options, blob source.Blob, j Job, digests []image.Digest) (*checksums, error) {
+	if j.Checksum == "" && len(digests) == 0 {
 		return nil, nil
 	}
 	v := blob.Validator()
@@ -193,11 +212,11 @@ func pass(o *image.Options, blob source.Blob, j Job) (*checksum, error) {
 	if v.Strong() && j.Resume != nil && j.Resume.Validator == v && j.HashState.At <= blob.Size() {
 		from = j.HashState
 	}
-	sum, err := newChecksum(j.Checksum, from)
+	sum, err := newChecksums(j.Checksum, digests, from)
 	if err != nil {
 		return nil, err
 	}
-	o.Pass = &image.Pass{Tap: sum.tap, From: sum.at, Pinned: v.Strong()}
+	o.Pass = &image.Pass{Tap: sum.tap, From: sum.from(), To: sum.to(), Pinned: v.Strong()}
 	return sum, nil
 }
 

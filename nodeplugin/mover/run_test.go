@@ -15,6 +15,7 @@ import (
 	"github.com/longshore-io/longshore/nodeplugin/extent"
 	"github.com/longshore-io/longshore/nodeplugin/fault"
 	"github.com/longshore-io/longshore/nodeplugin/source"
+	"github.com/longshore-io/longshore/test/images"
 )
 
 const mib = 1 << 20
@@ -53,10 +54,11 @@ func (m *memory) Align() int  { return 4096 }
 
 // book is a ledger that remembers, and fails after some bytes.
 type book struct {
-	mu    sync.Mutex
-	facts []Facts
-	done  extent.Set
-	stop  int64 // 0 never
+	mu     sync.Mutex
+	facts  []Facts
+	done   extent.Set
+	stop   int64 // 0 never
+	hashed HashState
 }
 
 var errStop = errors.New("enough")
@@ -76,7 +78,7 @@ func (b *book) Done(_ context.Context, off, n int64, data []byte) error {
 	return nil
 }
 
-func (b *book) Hashed(HashState)            {}
+func (b *book) Hashed(h HashState)          { b.hashed = h }
 func (b *book) Flush(context.Context) error { return nil }
 
 // shelf is a source in memory.
@@ -307,5 +309,57 @@ func TestAccountFindsGaps(t *testing.T) {
 	}
 	if err := a.complete(10); err != nil {
 		t.Error(err)
+	}
+}
+
+// The digests of an OVA's manifest are compared whichever way it comes, whether the
+// manifest comes before the disk or behind it, and after an interruption from where the
+// run before had come where the source can prove that it is the same.
+func TestRunComparesManifests(t *testing.T) {
+	content := disk(7, 48*mib)
+	vmdk := images.TarMember{Name: "disk1.vmdk", Body: images.VMDK{Compressed: true, Footer: true, Version: 3}.Bytes(content)}
+	other := images.TarMember{Name: "disk2.vmdk", Body: disk(8, 24*mib)}
+	ovf := images.TarMember{Name: "vm.ovf", Body: []byte(images.OVF("disk1.vmdk", "disk2.vmdk"))}
+	for _, algorithm := range []string{"SHA1", "SHA256", "SHA512"} {
+		mf := images.Manifest(algorithm, ovf, vmdk, other)
+		for name, ova := range map[string][]byte{"the manifest first": images.Tar(ovf, mf, vmdk, other), "the manifest last": images.Tar(ovf, vmdk, other, mf)} {
+			damaged := bytes.Clone(ova)
+			damaged[bytes.Index(ova, []byte("ddb.geometry"))] ^= 1 // a comment to the disk
+			for _, row := range []struct {
+				name   string
+				etag   string
+				oneWay bool
+			}{{"in ranges", `"1"`, false}, {"in ranges, with a weak validator", "", false}, {"one way", `"1"`, true}} {
+				t.Run(algorithm+", "+name+", "+row.name, func(t *testing.T) {
+					s := &shelf{content: ova, validator: source.Validator{ETag: row.etag}, oneWay: row.oneWay}
+					target, b := &memory{data: make([]byte, len(content))}, &book{stop: 36 * mib}
+					j := job(target)
+					j.Disk = "1"
+					if _, err := run(t, s, target, b, j); fault.Of(err) == nil {
+						t.Fatal("the ledger's error did not end it")
+					}
+					j.Resume, j.Done, j.HashState = &b.facts[0], b.done, b.hashed
+					b.stop, s.read = 0, extent.Set{}
+					if row.etag == "" && !row.oneWay {
+						j.Resume, j.Done = nil, extent.Set{} // what an unproven source has is compared at random, which wants a spool
+					}
+					if _, err := run(t, s, target, b, j); err != nil {
+						t.Fatal(err)
+					}
+					check(t, target, content)
+					if row.etag != "" && !row.oneWay {
+						if most := int64(len(vmdk.Body) - 12*mib); s.read.Bytes() > most {
+							t.Errorf("%d bytes were read again, want at most %d", s.read.Bytes(), most)
+						}
+					}
+
+					s.content = damaged
+					_, err := run(t, s, &memory{data: make([]byte, len(content))}, &book{}, Job{Source: j.Source, TargetBytes: j.TargetBytes, Disk: "1"})
+					if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != fault.ChecksumMismatch || !strings.Contains(err.Error(), `"disk1.vmdk"`) {
+						t.Errorf("of a damaged disk: %v", err)
+					}
+				})
+			}
+		}
 	}
 }
