@@ -449,8 +449,9 @@ func (q *qcow2) decode(s segment, out, in []byte) error {
 		}
 		defer q.zstds.Put(d)
 		if whole {
-			// At once, without a window of its own. What is odd about the frame the reader below says.
-			if got, err := d.DecodeAll(in[:zstdFrameBytes(in)], out[:0]); err == nil && len(got) == len(out) && &got[0] == &out[0] {
+			// At once, without a window of its own, and no byte behind out, where another cluster
+			// is. What is odd about the frame the reader below says.
+			if got, err := d.DecodeAll(in[:zstdFrameBytes(in)], out[:0:len(out)]); err == nil && len(got) == len(out) && &got[0] == &out[0] {
 				return nil
 			}
 		}
@@ -460,6 +461,7 @@ func (q *qcow2) decode(s segment, out, in []byte) error {
 		if err := d.Reset(bytes.NewReader(in)); err != nil {
 			return err
 		}
+		defer d.Reset(nil) // else a stream that is not read to its end keeps what DecodeAll waits for
 		r = d
 	} else {
 		d, _ := q.inflates.Get().(io.Reader)
