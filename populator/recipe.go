@@ -39,14 +39,15 @@ const (
 )
 
 // AnnotationImageFormat on a VolumeImportSource names the format of an image that
-// cannot be recognised: raw, for a disk that bears no signature.
+// cannot be recognised, or not in time: raw, for a disk that bears no signature, and
+// vhd, for a fixed one from a source that has no ranges.
 const AnnotationImageFormat = "longshore.dev/image-format"
 
 // AnnotationImageDisk on a VolumeImportSource chooses one of several disks in a tar or
 // OVA: by its file's name, its id in the OVA's description or its number from 1.
 const AnnotationImageDisk = "longshore.dev/image-disk"
 
-const formatRaw = "raw"
+const formatRaw, formatVHD = "raw", "vhd"
 
 var checksumLengths = map[string]int{"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128}
 
@@ -62,8 +63,8 @@ func CheckSource(source *cdiv1.VolumeImportSource) *Problem {
 	members := membersOf(spec.Source)
 	format := source.Annotations[AnnotationImageFormat]
 	switch {
-	case format != "" && format != formatRaw:
-		return terminal(ReasonInvalidSource, "the annotation %s is %q: use %s, or leave it out to have the image's format recognised", AnnotationImageFormat, format, formatRaw)
+	case format != "" && format != formatRaw && format != formatVHD:
+		return terminal(ReasonInvalidSource, "the annotation %s is %q: use %s or %s, or leave it out to have the image's format recognised", AnnotationImageFormat, format, formatRaw, formatVHD)
 	case len(members) == 0:
 		return terminal(ReasonInvalidSource, "spec.source has no member: give exactly one of http, s3, registry, gcs, blank, imageio, vddk (%s)", supported)
 	case len(members) > 1:

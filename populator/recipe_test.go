@@ -106,7 +106,7 @@ func TestArchive(t *testing.T) {
 	}
 }
 
-// The one format that a person may name is raw.
+// The formats that a person may name are raw and vhd.
 func TestImageFormat(t *testing.T) {
 	source := &cdiv1.VolumeImportSource{Spec: http(nil)}
 	source.Annotations = map[string]string{AnnotationImageFormat: "raw", AnnotationImageDisk: "vm-disk1.vmdk"}
@@ -117,13 +117,17 @@ func TestImageFormat(t *testing.T) {
 	if r, problem := RecipeOf(i, Material{}, "", nil); problem != nil || r.Format != "raw" || r.Disk != "vm-disk1.vmdk" {
 		t.Errorf("the recipe is %+v, %v", r, problem)
 	}
+	source.Annotations[AnnotationImageFormat] = "vhd"
+	if p := CheckSource(source); p != nil {
+		t.Errorf("vhd: %+v", p)
+	}
 	for _, format := range []string{"qcow2", "Raw", "auto"} {
 		source.Annotations[AnnotationImageFormat] = format
 		p := CheckSource(source)
 		if p == nil || !p.Terminal || p.Reason != ReasonInvalidSource {
 			t.Fatalf("%s: %+v", format, p)
 		}
-		for _, word := range []string{AnnotationImageFormat, `"` + format + `"`, "use raw"} {
+		for _, word := range []string{AnnotationImageFormat, `"` + format + `"`, "use raw or vhd"} {
 			if !strings.Contains(p.Message, word) {
 				t.Errorf("%q does not say %q", p.Message, word)
 			}

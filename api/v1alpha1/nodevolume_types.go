@@ -115,7 +115,7 @@ type Import struct {
 	// +optional
 	Preallocation bool `json:"preallocation,omitempty"`
 	// Format of the image where the source's annotation longshore.dev/image-format names
-	// it: raw. Empty has it recognised.
+	// it: raw or vhd. Empty has it recognised.
 	// +optional
 	Format string `json:"format,omitempty"`
 	// Disk of a bundle (tar, OVA) that the source's annotation longshore.dev/image-disk names.

@@ -19,6 +19,7 @@ var inShell = strings.NewReplacer(
 	"spec.source.http.url", "the url",
 	" (spec.resources.requests.storage of the claim)", "",
 	" or the annotation longshore.dev/image-format: raw on the VolumeImportSource", "",
+	", or the annotation longshore.dev/image-format: vhd on the VolumeImportSource", "",
 	"the annotation longshore.dev/image-disk on the VolumeImportSource, or --disk", "--disk",
 	"can be reached from the node", "can be reached from here",
 	"the network between node and server", "the network between here and the server",

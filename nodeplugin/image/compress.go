@@ -73,7 +73,8 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 	switch {
 	case opened.Stream == nil: // the image told its size
 	case blocks != nil:
-		opened.Info.AtLeast, opened.Info.VirtualSize = blocks.Size(), blocks.Size()
+		opened.bytes(blocks.Size())
+		opened.Info.VirtualSize = opened.Info.AtLeast
 	case c.atLeast != nil:
 		first := make([]byte, shortHead)
 		n, err := h.first(first)
@@ -84,7 +85,7 @@ func openCompressed(ctx context.Context, b Ranged, c compression, h head, o Opti
 		if err != nil {
 			return nil, errors.Join(fmt.Errorf("read the last bytes of the image: %w", err), opened.Close())
 		}
-		opened.Info.AtLeast = c.atLeast(first[:n], last)
+		opened.bytes(c.atLeast(first[:n], last))
 	}
 	return opened, nil
 }
@@ -140,11 +141,15 @@ func openPacked(ctx context.Context, src io.ReadCloser, c compression, o Options
 	switch f.opens {
 	case asCompressed:
 		return nil, fmt.Errorf("inside %s: %w", c.name, nested(f))
+	case asFooted:
+		if o.Spool != nil {
+			return openSpooled(ctx, both{r, u}, f, c.name, o)
+		}
+		fallthrough
 	case asRaw:
-		return &Opened{
-			Info:   Info{Format: f.name, Compression: c.name, VirtualSize: -1, AllocatedBytes: -1},
-			Stream: both{r, u},
-		}, nil
+		opened := openFooted(both{r, u}, -1, f, o)
+		opened.Info.Compression = c.name
+		return opened, nil
 	}
 	return openForward(ctx, both{r, u}, -1, f, c.name, o)
 }

@@ -27,6 +27,7 @@ const (
 	asVMDK                      // grain tables
 	asVMDKText                  // tells which files a vmdk disk is in
 	asTar                       // disks inside
+	asFooted                    // the disk, and behind it a vhd's footer that is still to come
 )
 
 // format is how bytes are told to be of one kind.
@@ -205,6 +206,11 @@ func (o Options) recognise(h head) (format, error) {
 			return format{}, notThe("raw", f.name)
 		}
 		return format{name: "raw", opens: asRaw}, nil
+	}
+	if o.Format == "vhd" && h.last == nil {
+		if _, found, err := wrapper(h); err == nil && !found {
+			return format{name: "vhd", opens: asFooted}, nil
+		}
 	}
 	f, err := recognise(h)
 	if err == nil && o.Format != "" && f.name != o.Format && f.opens != asTar && f.opens != asCompressed {

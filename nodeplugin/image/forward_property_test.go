@@ -52,10 +52,12 @@ func reason(err error) string {
 	return fault.Of(err).Reason
 }
 
-// importOnce copies a disk from a stream, with the spool if that is needed.
-func importOnce(t *testing.T, b []byte, size int, s *spool) ([]byte, error) {
+// importOnce copies a disk from a stream, whose format may be named, with the spool if
+// that is needed.
+func importOnce(t *testing.T, b []byte, size int, s *spool, format ...string) ([]byte, error) {
 	t.Helper()
-	for _, o := range []image.Options{{}, {Spool: s}} {
+	named := strings.Join(format, "")
+	for _, o := range []image.Options{{Format: named}, {Format: named, Spool: s}} {
 		opened, err := image.Open(t.Context(), stream{b}, o)
 		var got []byte
 		if err == nil {
@@ -165,11 +167,11 @@ func TestForwardOfAnyImage(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if !strings.HasPrefix(string(b), "conectix") && img.Format == "vhd" {
-				continue // told by its end
-			}
 			s := newSpool(t, 1<<30)
 			got, err := importOnce(t, b, len(img.Content)+1<<20, s)
+			if reason(err) == fault.NotADiskImage && img.Format == "vhd" { // told too late to be another disk
+				got, err = importOnce(t, b, len(img.Content)+1<<20, s, "vhd")
+			}
 			if err != nil {
 				t.Fatalf("%s %s: %v", img.Format, img.Variant, err)
 			}
@@ -224,9 +226,6 @@ func TestForwardOfHostileImages(t *testing.T) {
 	}
 	for _, format := range slices.Sorted(maps.Keys(corpora)) {
 		for name, b := range corpora[format] {
-			if format == "vhd" && !bytes.HasPrefix(b, []byte("conectix")) {
-				continue // told by its end
-			}
 			ranged, err := image.Open(t.Context(), &memory{b: b}, image.Options{})
 			var want []byte
 			if err == nil && ranged.Disk.Size() <= 64<<20 {

@@ -258,7 +258,7 @@ func openAs(ctx context.Context, b Ranged, f format, o Options) (*Opened, error)
 	switch f.opens {
 	case asQcow2:
 		return openQcow2(ctx, b)
-	case asVHD:
+	case asVHD, asFooted:
 		return openVHD(ctx, b)
 	case asVDI:
 		return openVDI(ctx, b)
@@ -296,7 +296,7 @@ func openOneWay(ctx context.Context, b OneWay, o Options) (*Opened, error) {
 
 func openStream(ctx context.Context, size int64, stream io.ReadCloser, o Options, sure bool) (*Opened, error) {
 	if sure {
-		return openOnce(ctx, stream, size, format{name: "raw", opens: asRaw}, o)
+		return &Opened{Info: Info{Format: "raw", VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1}, Stream: stream}, nil
 	}
 	r := &peeker{r: stream}
 	f, err := o.recognise(head{first: r.peek})
@@ -311,7 +311,7 @@ func openStream(ctx context.Context, size int64, stream io.ReadCloser, o Options
 	opened, err := openOnce(ctx, both{r, stream}, size, f, o)
 	if err == nil && opened.Stream != nil && f.opens == asCompressed {
 		if c := compressionOf(f); c.atLeast != nil {
-			opened.Info.AtLeast = c.atLeast(first[:n], nil)
+			opened.bytes(c.atLeast(first[:n], nil))
 		}
 	}
 	return opened, err
@@ -323,11 +323,13 @@ func openOnce(ctx context.Context, stream io.ReadCloser, size int64, f format, o
 	switch f.opens {
 	case asCompressed:
 		return openPacked(ctx, stream, compressionOf(f), o)
+	case asFooted:
+		if o.Spool != nil {
+			return openSpooled(ctx, stream, f, "", o)
+		}
+		fallthrough
 	case asRaw:
-		return &Opened{
-			Info:   Info{Format: f.name, VirtualSize: size, AtLeast: max(size, 0), AllocatedBytes: -1},
-			Stream: stream,
-		}, nil
+		return openFooted(stream, size, f, o), nil
 	}
 	return openForward(ctx, stream, size, f, "", o)
 }
