@@ -461,7 +461,7 @@ func (q *qcow2) decode(s segment, out, in []byte) error {
 		if err := d.Reset(bytes.NewReader(in)); err != nil {
 			return err
 		}
-		defer d.Reset(nil) // else a stream that is not read to its end keeps what DecodeAll waits for
+		defer func() { _ = d.Reset(nil) }() // else a stream that is not read to its end keeps what DecodeAll waits for
 		r = d
 	} else {
 		d, _ := q.inflates.Get().(io.Reader)
