@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/longshore-io/longshore/nodeplugin/fault"
+	"github.com/longshore-io/longshore/test/images"
 )
 
 // blob is an image in memory that counts what is read of it.
@@ -227,108 +228,75 @@ type failing struct{ error }
 
 func (f failing) Read([]byte) (int, error) { return 0, f.error }
 
-// header is a valid qcow2 header of version 3 that a test then spoils: a disk
-// of 1 MiB, clusters of 64 KiB, L1 table in cluster 1, all of it a hole.
-func header() []byte {
-	b := make([]byte, 256<<10)
-	copy(b, "QFI\xfb")
-	put32(b, 4, 3)
-	put32(b, 20, 16)
-	put64(b, 24, 1<<20)
-	put32(b, 36, 1)
-	put64(b, 40, 64<<10)
-	put64(b, 48, 128<<10)
-	put32(b, 56, 1)
-	put32(b, 96, 4)
-	put32(b, 100, 112)
-	return b
-}
+// header is a valid image that a test then spoils.
+func header() []byte { return images.Qcow2() }
 
 func put32(b []byte, at int, v uint32) { binary.BigEndian.PutUint32(b[at:], v) }
 func put64(b []byte, at int, v uint64) { binary.BigEndian.PutUint64(b[at:], v) }
 
 // Whatever points out of an image, contradicts itself or is not understood is
-// refused from the header, by its name, before anything else is read.
-func TestHostileHeaders(t *testing.T) {
-	for _, row := range []struct {
-		name   string
-		spoil  func(b []byte) []byte
-		reason string
-		says   string
-	}{
-		{"nothing wrong", func(b []byte) []byte { return b }, "", ""},
-		{"cut in the header", func(b []byte) []byte { return b[:71] }, fault.CorruptImage, "71 bytes"},
-		{"cut in the header of version 3", func(b []byte) []byte { return b[:103] }, fault.CorruptImage, "103 bytes"},
-		{"version 4", func(b []byte) []byte { put32(b, 4, 4); return b }, fault.FormatNotSupported, "version 4"},
-		{"clusters of 256 bytes", func(b []byte) []byte { put32(b, 20, 8); return b }, fault.CorruptImage, "cluster bits are 8"},
-		{"clusters of 4 MiB", func(b []byte) []byte { put32(b, 20, 22); return b }, fault.CorruptImage, "cluster bits are 22"},
-		{"cluster bits of 2^32-1", func(b []byte) []byte { put32(b, 20, 1<<32-1); return b }, fault.CorruptImage, "cluster bits"},
-		{"backing file", func(b []byte) []byte { put64(b, 8, 512); put32(b, 16, 11); copy(b[512:], "/etc/shadow"); return b }, fault.BackingFile, `"/etc/shadow"`},
-		{"backing file, name outside", func(b []byte) []byte { put64(b, 8, 1<<63); put32(b, 16, 1023); return b }, fault.BackingFile, "outside"},
-		{"backing file, long name", func(b []byte) []byte { put64(b, 8, 512); put32(b, 16, 1<<32-1); return b }, fault.BackingFile, "outside"},
-		{"external data file", func(b []byte) []byte {
-			put64(b, 72, 4)
-			put32(b, 112, qcow2ExtDataFile)
-			put32(b, 116, 9)
-			copy(b[120:], "/dev/sda1")
-			return b
-		}, fault.ExternalDataFile, `"/dev/sda1"`},
-		{"external data file without the bit", func(b []byte) []byte {
-			put32(b, 112, qcow2ExtDataFile)
-			put32(b, 116, 4)
-			copy(b[120:], "/x/y")
-			return b
-		}, fault.ExternalDataFile, `"/x/y"`},
-		{"external data file without a name", func(b []byte) []byte { put64(b, 72, 4); return b }, fault.ExternalDataFile, "external file"},
-		{"AES", func(b []byte) []byte { put32(b, 32, 1); return b }, fault.EncryptedImage, "AES"},
-		{"LUKS", func(b []byte) []byte { put32(b, 32, 2); return b }, fault.EncryptedImage, "LUKS"},
-		{"encryption of another kind", func(b []byte) []byte { put32(b, 32, 77); return b }, fault.EncryptedImage, "method 77"},
-		{"unknown features, one with a name", func(b []byte) []byte {
-			put64(b, 72, 1<<17|1<<63)
-			put32(b, 112, qcow2ExtFeatureNames)
-			put32(b, 116, 48)
-			copy(b[120:], "\x00\x11teleport")
-			return b
-		}, fault.FormatNotSupported, `bit 17 "teleport", bit 63`},
-		{"marked corrupt", func(b []byte) []byte { put64(b, 72, 2); return b }, fault.CorruptImage, "qemu-img check"},
-		{"header length 0", func(b []byte) []byte { put32(b, 100, 0); return b }, fault.CorruptImage, "length is 0"},
-		{"header length of 2^32-1", func(b []byte) []byte { put32(b, 100, 1<<32-1); return b }, fault.CorruptImage, "length is"},
-		{"refcount order 7", func(b []byte) []byte { put32(b, 96, 7); return b }, fault.CorruptImage, "refcount order"},
-		{"compression type without the bit", func(b []byte) []byte { b[104] = 1; return b }, fault.CorruptImage, "compression type"},
-		{"compression bit without the type", func(b []byte) []byte { put64(b, 72, 8); return b }, fault.CorruptImage, "compression type"},
-		{"compression type 9", func(b []byte) []byte { put64(b, 72, 8); b[104] = 9; return b }, fault.FormatNotSupported, "compression type 9"},
-		{"extended entries with small clusters", func(b []byte) []byte {
-			put64(b, 72, 16)
-			put32(b, 20, 13)
-			return b
-		}, fault.CorruptImage, "extended L2"},
-		{"a disk of 2^64-1 bytes", func(b []byte) []byte { put64(b, 24, 1<<64-1); return b }, fault.CorruptImage, "disk's size"},
-		{"a disk of 2^62 bytes", func(b []byte) []byte { put64(b, 24, 1<<62); return b }, fault.CorruptImage, "L1 table has 1 entries"},
-		{"an L1 table too small for the disk", func(b []byte) []byte { put64(b, 24, 513<<20); return b }, fault.CorruptImage, "needs 2"},
-		{"an L1 table of 2^32-1 entries", func(b []byte) []byte { put32(b, 36, 1<<32-1); return b }, fault.CorruptImage, "4194304 are the most"},
-		{"an L1 table behind the file", func(b []byte) []byte { put64(b, 40, 1<<40); return b }, fault.CorruptImage, "L1 table"},
-		{"an L1 table at 2^64-65536", func(b []byte) []byte { put64(b, 40, 1<<64-65536); return b }, fault.CorruptImage, "L1 table"},
-		{"an L1 table across the end", func(b []byte) []byte { put32(b, 36, 32<<10); return b }, fault.CorruptImage, "cut short, upload it again"},
-		{"an L1 table off the clusters", func(b []byte) []byte { put64(b, 40, 64<<10+8); return b }, fault.CorruptImage, "L1 table"},
-		{"an L1 table at 0", func(b []byte) []byte { put64(b, 40, 0); return b }, fault.CorruptImage, "L1 table"},
-		{"a refcount table behind the file", func(b []byte) []byte { put32(b, 56, 1<<32-1); return b }, fault.CorruptImage, "refcount table"},
-	} {
-		t.Run(row.name, func(t *testing.T) {
-			file := &blob{b: row.spoil(header())}
-			opened, err := Open(t.Context(), file, Options{})
-			if file.bytes.Load() > shortHead+qcow2HeaderBytes {
-				t.Errorf("read %d bytes of the image before deciding", file.bytes.Load())
-			}
-			if row.reason == "" {
-				if err != nil || opened.Disk.Size() != 1<<20 {
-					t.Errorf("got %v, want a disk of 1 MiB", err)
-				}
-				return
-			}
-			if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != row.reason || !strings.Contains(err.Error(), row.says) {
-				t.Errorf("got %v, want a terminal %s that speaks of %q", err, row.reason, row.says)
-			}
-		})
+// refused from the header, by its name, before anything else is read. Tables that
+// point where they must not are corrupt, never a crash or old bytes.
+func TestHostileQcow2(t *testing.T) {
+	c := func(says string) refusal { return refusal{fault.CorruptImage, says} }
+	refuses(t, images.HostileQcow2s(), map[string]refusal{
+		"cut in the header":                                            c("71 bytes"),
+		"cut in the header of version 3":                               c("103 bytes"),
+		"version 4":                                                    {fault.FormatNotSupported, "version 4"},
+		"clusters of 256 bytes":                                        c("cluster bits are 8"),
+		"clusters of 4 MiB":                                            c("cluster bits are 22"),
+		"cluster bits of 2^32-1":                                       c("cluster bits"),
+		"backing file":                                                 {fault.BackingFile, `"/etc/shadow"`},
+		"backing file, name outside":                                   {fault.BackingFile, "outside"},
+		"backing file, long name":                                      {fault.BackingFile, "outside"},
+		"external data file":                                           {fault.ExternalDataFile, `"/dev/sda1"`},
+		"external data file without the bit":                           {fault.ExternalDataFile, `"/x/y"`},
+		"external data file without a name":                            {fault.ExternalDataFile, "external file"},
+		"AES":                                                          {fault.EncryptedImage, "AES"},
+		"LUKS":                                                         {fault.EncryptedImage, "LUKS"},
+		"encryption of another kind":                                   {fault.EncryptedImage, "method 77"},
+		"unknown features, one with a name":                            {fault.FormatNotSupported, `bit 17 "teleport", bit 63`},
+		"marked corrupt":                                               c("qemu-img check"),
+		"header length 0":                                              c("length is 0"),
+		"header length of 2^32-1":                                      c("length is"),
+		"refcount order 7":                                             c("refcount order"),
+		"compression type without the bit":                             c("compression type"),
+		"compression bit without the type":                             c("compression type"),
+		"compression type 9":                                           {fault.FormatNotSupported, "compression type 9"},
+		"extended entries with small clusters":                         c("extended L2"),
+		"a disk of 2^64-1 bytes":                                       c("disk's size"),
+		"a disk of 2^62 bytes":                                         c("L1 table has 1 entries"),
+		"an L1 table too small for the disk":                           c("needs 2"),
+		"an L1 table of 2^32-1 entries":                                c("4194304 are the most"),
+		"an L1 table behind the file":                                  c("L1 table"),
+		"an L1 table at 2^64-65536":                                    c("L1 table"),
+		"an L1 table across the end":                                   c("cut short, upload it again"),
+		"an L1 table off the clusters":                                 c("L1 table"),
+		"an L1 table at 0":                                             c("L1 table"),
+		"a refcount table behind the file":                             c("refcount table"),
+		"table: an L2 table behind the file":                           c("L2 table"),
+		"table: an L2 table across the end":                            c("L2 table"),
+		"table: an L2 table off the clusters":                          c("L2 table"),
+		"table: a cluster behind the file":                             c("cut short"),
+		"table: a cluster at the end":                                  c("cut short"),
+		"table: a cluster off the clusters":                            c("no multiple"),
+		"table: zeros in version 2":                                    c("version 2"),
+		"table: a compressed cluster behind the file":                  c("lies at"),
+		"table: a compressed cluster of noise":                         c("decompress"),
+		"table: a compressed cluster of nothing":                       c("decompress"),
+		"table: an L2 table that is its own cluster, compressed":       c("decompress"),
+		"table: a subcluster that is data and zero":                    c("bitmap"),
+		"table: a subcluster of data nowhere":                          c("bitmap"),
+		"a disk of 2^63-1 bytes":                                       c("9223372036854775807 bytes"),
+		"a disk of 2^50 bytes":                                         c("L1 table has 16777216 bytes"),
+		"a refcount table in the header":                               c("refcount table"),
+		"backing file nbd:127.0.0.1:10809":                             {fault.BackingFile, "nbd:"},
+		"backing file ../../base.qcow2":                                {fault.BackingFile, "../../base.qcow2"},
+		`backing file json:{"driver":"file","filename":"/etc/shadow"}`: {fault.BackingFile, "json:"},
+	}, shortHead+qcow2HeaderBytes)
+	opened, err := Open(t.Context(), &blob{b: header()}, Options{})
+	if err != nil || opened.Disk.Size() != 1<<20 {
+		t.Errorf("got %v, want a disk of 1 MiB", err)
 	}
 }
 
@@ -342,63 +310,6 @@ func TestWarnings(t *testing.T) {
 	}
 	if w := strings.Join(opened.Info.Warnings, "\n"); !strings.Contains(w, "dirty") || !strings.Contains(w, "3 internal snapshots") {
 		t.Errorf("warnings are %q", w)
-	}
-}
-
-// Tables that point where they must not are corrupt, never a crash or old bytes.
-func TestHostileTables(t *testing.T) {
-	table := func(version, bits uint32, entries ...uint64) []byte {
-		b := header()
-		put32(b, 4, version)
-		put32(b, 20, bits)
-		if bits != 16 {
-			put64(b, 24, 1<<13)
-		}
-		put64(b, 64<<10, 192<<10)
-		for i, e := range entries {
-			put64(b, 192<<10+8*i, e)
-		}
-		return b
-	}
-	l1 := func(entry uint64) []byte {
-		b := header()
-		put64(b, 64<<10, entry)
-		return b
-	}
-	extended := func(entry, bitmap uint64) []byte {
-		b := table(3, 16, entry, bitmap)
-		put64(b, 72, qcow2ExtendedL2)
-		return b
-	}
-	for _, row := range []struct {
-		name string
-		b    []byte
-		says string
-	}{
-		{"an L2 table behind the file", l1(1 << 40), "L2 table"},
-		{"an L2 table across the end", l1(256 << 10), "L2 table"},
-		{"an L2 table off the clusters", l1(64<<10 + 512), "L2 table"},
-		{"a cluster behind the file", table(3, 16, 1<<40), "cut short"},
-		{"a cluster at the end", table(3, 16, 256<<10), "cut short"},
-		{"a cluster off the clusters", table(3, 16, 64<<10+512), "no multiple"},
-		{"zeros in version 2", table(2, 16, 1), "version 2"},
-		{"a compressed cluster behind the file", table(3, 16, qcow2Compressed|256<<10), "lies at"},
-		{"a compressed cluster of noise", table(3, 16, qcow2Compressed|1), "decompress"},
-		{"a compressed cluster of nothing", table(3, 16, qcow2Compressed|128<<10), "decompress"},
-		{"an L2 table that is its own cluster, compressed", table(3, 16, qcow2Compressed|192<<10), "decompress"},
-		{"a subcluster that is data and zero", extended(128<<10, 1<<32|1), "bitmap"},
-		{"a subcluster of data nowhere", extended(0, 1), "bitmap"},
-	} {
-		t.Run(row.name, func(t *testing.T) {
-			opened, err := Open(t.Context(), &blob{b: row.b}, Options{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			_, err = opened.Disk.ReadAtContext(t.Context(), make([]byte, 4096), 0)
-			if f := fault.Of(err); f == nil || !f.Terminal || f.Reason != fault.CorruptImage || !strings.Contains(err.Error(), row.says) {
-				t.Errorf("got %v, want a terminal %s that speaks of %q", err, fault.CorruptImage, row.says)
-			}
-		})
 	}
 }
 
