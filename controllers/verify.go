@@ -15,14 +15,10 @@ import (
 
 	"github.com/longshore-io/longshore/api/v1alpha1"
 	"github.com/longshore-io/longshore/csi"
+	"github.com/longshore-io/longshore/populator"
 )
 
 const (
-	// annotationVerify asks, by a value that it has not had before, to compare a claim's volume
-	// with what filled it; annotationVerified is that value, a colon and the answer.
-	annotationVerify   = "longshore.dev/verify-content"
-	annotationVerified = "longshore.dev/content-verified"
-
 	eventVerified    = "ContentVerified"
 	eventDiffers     = "ContentDiffers"
 	eventNotVerified = "ContentNotVerified"
@@ -67,7 +63,7 @@ func (v *Verify) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 		answer = "is what it was filled with (" + r.GetDigest() + ")"
 	}
 	old := claim.DeepCopy()
-	claim.Annotations[annotationVerified] = claim.Annotations[annotationVerify] + ": " + time.Now().UTC().Format(time.RFC3339) + " " + answer
+	claim.Annotations[populator.AnnotationVerified] = claim.Annotations[populator.AnnotationVerify] + ": " + time.Now().UTC().Format(time.RFC3339) + " " + answer
 	if err := v.Client.Patch(ctx, claim, client.MergeFrom(old)); err != nil {
 		return ctrl.Result{}, client.IgnoreNotFound(err)
 	}
@@ -81,8 +77,8 @@ func asksToVerify(o client.Object) bool {
 	if !ok || claim.Spec.VolumeName == "" {
 		return false
 	}
-	wants := claim.Annotations[annotationVerify]
-	return wants != "" && !strings.HasPrefix(claim.Annotations[annotationVerified], wants+": ")
+	wants := claim.Annotations[populator.AnnotationVerify]
+	return wants != "" && !strings.HasPrefix(claim.Annotations[populator.AnnotationVerified], wants+": ")
 }
 
 // SetupWithManager starts the reconciler.

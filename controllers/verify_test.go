@@ -47,12 +47,12 @@ func TestVerifyContent(t *testing.T) {
 			return a.answer, a.err
 		}
 		n.mu.Unlock()
-		annotate(t, claim, annotationVerify, a.request)
+		annotate(t, claim, populator.AnnotationVerify, a.request)
 		eventually(t, "answer to "+a.request, func(ctx context.Context) error {
 			if err := world.Get(ctx, client.ObjectKeyFromObject(claim), claim); err != nil {
 				return err
 			}
-			if got := claim.Annotations[annotationVerified]; !strings.HasPrefix(got, a.request+": 2") || !strings.Contains(got, a.says) {
+			if got := claim.Annotations[populator.AnnotationVerified]; !strings.HasPrefix(got, a.request+": 2") || !strings.Contains(got, a.says) {
 				return fmt.Errorf("it says %q", got)
 			}
 			return nil

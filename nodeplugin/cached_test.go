@@ -1,13 +1,16 @@
 package nodeplugin
 
 import (
+	"bytes"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/longshore-io/longshore/csi"
+	"github.com/longshore-io/longshore/nodeplugin/journal"
 	"github.com/longshore-io/longshore/nodeplugin/pool"
 	"github.com/longshore-io/longshore/nodeplugin/source"
 	"github.com/longshore-io/longshore/nodeplugin/source/httpsrc"
@@ -148,4 +151,30 @@ func TestSecondImportMovesNothing(t *testing.T) {
 	}
 	must(t, f.Delete(ctx, "refused", "", ""))
 	check(t, "changed", "block")
+}
+
+// A node plugin that is killed while a volume takes its disk from the cache finds it
+// soiled: nothing of what was there may stay, and the disk comes from the source.
+func TestKilledWhileTakingFromTheCache(t *testing.T) {
+	image := noise(t, 12, 20*testMiB)
+	w := serveFile(t, image)
+	job := volume(t, t.TempDir(), 32*testMiB, w.url())
+	_, err := job.Target.WriteAt([]byte(strings.Repeat("of another disk ", 1<<16)), 24*testMiB) // some of what a clone had put there
+	must(t, err)
+	must(t, (&journal.Journal{Target: job.Volume, Recipe: job.Recipe.Digest, Bytes: job.TargetBytes, VirtualBytes: -1, Soiled: true}).Save(job.Journal))
+	job.Cached = func(source.Validator) *pool.CachedImage {
+		if !recorded(t, job).Zeroed {
+			t.Error("the cache is asked for a volume that is not empty")
+		}
+		return nil
+	}
+	if res := fill(t, newFiller(t), job).ok(); res.Cached || res.VirtualSize != 20*testMiB {
+		t.Errorf("%+v", res)
+	}
+	equal(t, job.Target, image)
+	behind := make([]byte, 12*testMiB)
+	_, err = job.Target.ReadAt(behind, 20*testMiB)
+	if must(t, err); len(bytes.Trim(behind, "\x00")) > 0 {
+		t.Error("behind the disk's end something else stays")
+	}
 }

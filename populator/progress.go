@@ -19,6 +19,10 @@ const (
 	AnnotationRate       = "longshore.dev/rate" // bytes per second
 	// AnnotationDigest is that of the disk that filled the volume: see docs/digest.md.
 	AnnotationDigest = "longshore.dev/content-digest"
+	// AnnotationVerify asks, by a value that it has not had before, to compare a claim's volume
+	// with that disk; AnnotationVerified is that value, a colon and the answer.
+	AnnotationVerify   = "longshore.dev/verify-content"
+	AnnotationVerified = "longshore.dev/content-verified"
 )
 
 // quiet is how long a claim's annotations rest: each change re-queues the claim

@@ -20,8 +20,11 @@ const (
 	SmallBytes int64 = 768 << 20
 )
 
+// CachePool is a pool that keeps images; the others keep none.
+const CachePool = "cached"
+
 // The pools of SmallBytes bytes.
-var smallPools = []string{"full", "slow"}
+var smallPools = []string{"full", "slow", CachePool}
 
 // buildImage puts the container image together.
 func buildImage(ctx context.Context, root string, log io.Writer) error {
@@ -51,6 +54,9 @@ func (l *Lab) install(ctx context.Context, root string, log io.Writer, values []
 	}
 	for i, name := range smallPools {
 		args = append(args, "--set", pool(i+1, name, SmallBytes))
+		if name == CachePool {
+			args = append(args, "--set", fmt.Sprintf("pools[%d].cachePercent=50", i+1))
+		}
 	}
 	for _, v := range values {
 		args = append(args, "--set", v)
