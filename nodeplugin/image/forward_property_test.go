@@ -105,7 +105,7 @@ func converted(t *testing.T, args ...string) []byte {
 // What qemu-img writes as qcow2 is copied while it passes, and nothing is written
 // beside the disk; what does not permit that goes by the spool.
 func TestForward(t *testing.T) {
-	raw := bigRaw(t, 90<<20)
+	raw := bigRaw(t, 64<<20)
 	for _, row := range []struct {
 		name    string
 		args    []string
@@ -127,22 +127,23 @@ func TestForward(t *testing.T) {
 	} {
 		t.Run(row.name, func(t *testing.T) {
 			b := converted(t, append([]string{"-f", "raw", raw.Path}, row.args...)...)
-			for _, wrapped := range []struct {
-				name string
-				b    []byte
-			}{{"plain", b}, {"gzip", gzipped(t, b)}} {
+			wrapped := map[string][]byte{"plain": b}
+			if !strings.Contains(row.name, ",") { // one of each format
+				wrapped["gzip"] = gzipped(t, b)
+			}
+			for name, packed := range wrapped {
 				s := newSpool(t, 1<<30)
-				got, err := importOnce(t, wrapped.b, len(raw.Content), s)
+				got, err := importOnce(t, packed, len(raw.Content), s)
 				if err != nil {
-					t.Fatalf("%s: %v", wrapped.name, err)
+					t.Fatalf("%s: %v", name, err)
 				}
-				same(t, wrapped.name, got, raw.Content)
+				same(t, name, got, raw.Content)
 				want := int64(len(b))
 				if row.streams {
 					want = 0
 				}
 				if s.written != want {
-					t.Errorf("%s: %d bytes were written to the spool, want %d", wrapped.name, s.written, want)
+					t.Errorf("%s: %d bytes were written to the spool, want %d", name, s.written, want)
 				}
 			}
 		})
@@ -161,7 +162,7 @@ func gzipped(t *testing.T, b []byte) []byte {
 // Clusters in any order, an L1 table at the end, and small images of every kind:
 // what comes out is the same as in ranges.
 func TestForwardOfAnyImage(t *testing.T) {
-	for seed := range uint64(24) {
+	for seed := range uint64(16) {
 		for _, img := range []images.Image{images.Random(t, seed), images.RandomVHD(t, seed), images.RandomVHDX(t, seed), images.RandomVDI(t, seed), images.RandomVMDK(t, seed)} {
 			b, err := os.ReadFile(img.Path)
 			if err != nil {

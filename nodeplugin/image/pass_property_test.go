@@ -69,7 +69,7 @@ func TestPass(t *testing.T) {
 					continue // told by its end, which is not seen in time
 				}
 				what := fmt.Sprintf("%s, seed %d, %s", name, seed, row.name)
-				var got []byte
+				got := make([]byte, 0, len(b))
 				begin := int64(-1)
 				row.pass.Tap = func(off int64, p []byte) {
 					if begin < 0 {
