@@ -280,6 +280,9 @@ func unchanged(ctx context.Context, j Job, f Facts, disk image.Disk, target bloc
 	case f.Validator.Strong() || disk == nil:
 		return nil
 	}
+	if _, ok := disk.(blockcopy.InOrder); ok { // told before any of it has passed
+		return fault.Terminal(fault.NeedsSpool, errors.New("the source cannot prove that it is what an earlier run has read, and comes only from its beginning to its end: pieces of it cannot be compared before the rest is read"))
+	}
 	pieces, err := choose(ctx, j.Done, disk)
 	if err != nil {
 		return err

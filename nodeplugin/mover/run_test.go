@@ -340,8 +340,12 @@ func TestRunComparesManifests(t *testing.T) {
 					}
 					j.Resume, j.Done, j.HashState = &b.facts[0], b.done, b.hashed
 					b.stop, s.read = 0, extent.Set{}
-					if row.etag == "" && !row.oneWay {
-						j.Resume, j.Done = nil, extent.Set{} // what an unproven source has is compared at random, which wants a spool
+					if row.etag == "" {
+						// What an unproven source has is compared at random, which wants a spool.
+						if _, err := run(t, s, target, b, j); fault.Of(err) == nil || fault.Of(err).Reason != fault.NeedsSpool || s.read.Bytes() > 20*mib {
+							t.Errorf("%d bytes were read, %v", s.read.Bytes(), err)
+						}
+						j.Resume, j.Done = nil, extent.Set{}
 					}
 					if _, err := run(t, s, target, b, j); err != nil {
 						t.Fatal(err)
