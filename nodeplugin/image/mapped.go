@@ -1,8 +1,8 @@
 package image
 
 import (
-	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -66,7 +66,8 @@ func (s segment) end() int64     { return s.start + s.length }
 func (s segment) hostEnd() int64 { return s.host + s.hostLen }
 
 // mapped is a disk whose parts lie anywhere in a file. Its memory is bounded
-// whatever the file says: mappedScratch for reads, and what the layout caches.
+// whatever the file says: mappedScratch and aheadBytes for reads, and what the layout
+// caches.
 type mapped struct {
 	layout
 	packed  packed // the layout, if it is one
@@ -78,6 +79,7 @@ type mapped struct {
 	// decoders are as many as there are processors: more would only push each
 	// other's data out of the caches.
 	decoders *semaphore.Weighted
+	ahead    *ahead // nil where nothing is fetched before it is wanted
 }
 
 // openMapped opens the disk of info.VirtualSize bytes that lies in file as l
@@ -85,7 +87,9 @@ type mapped struct {
 func openMapped(info Info, l layout, file Ranged, grain int64) *Opened {
 	info.AtLeast, info.AllocatedBytes = info.VirtualSize, -1
 	m := &mapped{layout: l, format: info.Format, size: info.VirtualSize, grain: grain, file: file, scratch: semaphore.NewWeighted(mappedScratch), decoders: semaphore.NewWeighted(int64(runtime.NumCPU()))}
-	m.packed, _ = l.(packed)
+	if m.packed, _ = l.(packed); m.packed != nil && straight(file) {
+		m.ahead = newAhead()
+	}
 	return &Opened{Info: info, Disk: m}
 }
 
@@ -130,9 +134,14 @@ func (m *mapped) measure(ctx context.Context) (data, compressed int64, err error
 
 func (m *mapped) ReadAtContext(ctx context.Context, p []byte, off int64) (int, error) {
 	var read []segment
+	compressed := false // and not in read
 	err := m.walk(ctx, off, int64(len(p)), func(s segment) {
 		if s.kind != extent.Data {
 			clear(p[s.start-off : s.end()-off])
+			return
+		}
+		if s.compressed && m.ahead != nil {
+			compressed = true
 			return
 		}
 		if n := len(read); n > 0 && !s.compressed && !read[n-1].compressed && read[n-1].end() == s.start && read[n-1].hostEnd() == s.host {
@@ -145,25 +154,51 @@ func (m *mapped) ReadAtContext(ctx context.Context, p []byte, off int64) (int, e
 	if err != nil {
 		return 0, err
 	}
-	slices.SortFunc(read, func(a, b segment) int { return cmp.Compare(a.host, b.host) })
+	slices.SortFunc(read, byHost)
 	// Side by side, so that a chunk in many places takes no longer than the others
 	// where each request is answered late.
-	g, ctx := errgroup.WithContext(ctx)
+	g, run := errgroup.WithContext(ctx)
 	g.SetLimit(mappedRuns)
 	if _, ok := m.file.(*tape); ok {
 		g.SetLimit(1) // it is read in order
 	}
-	for len(read) > 0 {
-		n, end := 1, read[0].hostEnd()
-		for n < len(read) && read[n].host-end <= mappedGap && read[n].hostEnd()-read[0].host <= mappedSpan {
-			end = max(end, read[n].hostEnd())
-			n++
-		}
-		run := read[:n]
-		read = read[n:]
-		g.Go(func() error { return m.readRun(ctx, run, end, p, off) })
+	spans(read, func(segments []segment, end int64) {
+		g.Go(func() error { return m.readRun(run, segments, end, p, off) })
+	})
+	if compressed {
+		g.Go(func() error { return m.readWindows(run, p, off) })
 	}
 	return len(p), g.Wait()
+}
+
+// readWindows fills what of p, the disk's bytes at off, is compressed.
+func (m *mapped) readWindows(ctx context.Context, p []byte, off int64) error {
+	g, ctx := errgroup.WithContext(ctx)
+	g.SetLimit(aheadRuns)
+	end := off + int64(len(p))
+	next := int64(-1)
+	for at := off - off%aheadWindow; at < end; at += aheadWindow {
+		next = m.ahead.come(at)
+		runs, err := m.window(ctx, at)
+		if err != nil {
+			return errors.Join(err, g.Wait())
+		}
+		for _, r := range runs {
+			if slices.ContainsFunc(r.segments, func(s segment) bool { return s.within(off, end).length > 0 }) {
+				g.Go(func() error { return m.readPacked(ctx, r, p, off) })
+			}
+		}
+	}
+	for at := next; next >= 0 && at < min(next+aheadWindows*aheadWindow, m.size); at += aheadWindow {
+		runs, err := m.window(ctx, at)
+		if err != nil {
+			break // whoever wants it is told
+		}
+		for _, r := range runs {
+			g.Go(func() error { m.fetch(ctx, r); return nil })
+		}
+	}
+	return g.Wait()
 }
 
 // readRun fills the parts of p, the disk's bytes at off, that run describes:
@@ -198,9 +233,16 @@ func (m *mapped) readRun(ctx context.Context, run []segment, end int64, p []byte
 		if t, ok := m.file.(*tape); ok {
 			t.keep(s.host, s.hostLen)
 		}
-		if err := m.packed.decode(s, out, in); err != nil {
-			return corrupt(m.format, "the compressed data for byte %d, %d bytes at %d, do not decompress: %w", s.start, s.hostLen, s.host, err)
+		if err := m.decode(s, out, in); err != nil {
+			return err
 		}
+	}
+	return nil
+}
+
+func (m *mapped) decode(s segment, out, in []byte) error {
+	if err := m.packed.decode(s, out, in); err != nil {
+		return corrupt(m.format, "the compressed data for byte %d, %d bytes at %d, do not decompress: %w", s.start, s.hostLen, s.host, err)
 	}
 	return nil
 }
