@@ -15,18 +15,16 @@ const (
 	// writers that compress several clusters at once put them into the file in the order
 	// in which they were done, and in what lies between two of one window there is
 	// little of another.
-	aheadWindow = 4 << 20
+	aheadWindow = 8 << 20
 	// aheadWindows behind the one that is read are fetched before they are wanted, so
 	// that nobody waits for answers that come late. What is not read yet is kept until the
 	// first reader is aheadBehind bytes farther: several of them come in any order.
-	aheadWindows = 4
+	aheadWindows = 2
 	aheadBehind  = 64 << 20
 	// aheadBytes of the file are held at most, save that a single longer run may be alone;
 	// nothing is fetched before it is wanted that leaves less than aheadSpare of them.
 	aheadBytes = 16 << 20
 	aheadSpare = 8 << 20
-	// aheadRuns are fetched by one read at once.
-	aheadRuns = 8
 )
 
 // ahead holds compressed parts of a mapped disk's file, each fetched by one request and
@@ -158,32 +156,20 @@ func (a *ahead) come(at int64) (next int64) {
 }
 
 // take returns the bytes of r, which the caller gives back. mine says that he has to load
-// them. Without wait it takes only what is to be loaded and has room, else nil.
-func (a *ahead) take(ctx context.Context, r *run, wait bool) (h *held, mine bool, err error) {
+// them.
+func (a *ahead) take(ctx context.Context, r *run) (h *held, mine bool, err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	size := r.end - r.start()
 	for {
-		switch {
-		case r.now != nil && wait:
+		if r.now != nil {
 			r.now.users++
 			return r.now, false, nil
-		case !wait && (r.now != nil || r.left <= 0):
-			return nil, false, nil
 		}
-		size, most := r.end-r.start(), int64(aheadBytes)
-		if !wait {
-			most -= aheadSpare
+		for a.bytes+size > aheadBytes && a.releaseFarthest() {
 		}
-		for wait && a.bytes+size > most && a.releaseFarthest() {
-		}
-		if a.bytes == 0 || a.bytes+size <= most {
-			a.bytes += size
-			r.now = &held{run: r, users: 1, loaded: make(chan struct{})}
-			a.held = append(a.held, r.now)
-			return r.now, true, nil
-		}
-		if !wait {
-			return nil, false, nil
+		if a.bytes == 0 || a.bytes+size <= aheadBytes {
+			return a.hold(r), true, nil
 		}
 		changed := a.changed
 		a.mu.Unlock()
@@ -196,6 +182,27 @@ func (a *ahead) take(ctx context.Context, r *run, wait bool) (h *held, mine bool
 			return nil, false, err
 		}
 	}
+}
+
+// reserve is take for what nobody wants yet: nil where there is nothing to load. full says
+// that there is no room.
+func (a *ahead) reserve(r *run) (h *held, full bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case r.now != nil || r.left <= 0:
+		return nil, false
+	case a.bytes+r.end-r.start() > aheadBytes-aheadSpare:
+		return nil, true
+	}
+	return a.hold(r), false
+}
+
+func (a *ahead) hold(r *run) *held {
+	r.now = &held{run: r, users: 1, loaded: make(chan struct{})}
+	a.bytes += r.end - r.start()
+	a.held = append(a.held, r.now)
+	return r.now
 }
 
 // releaseFarthest makes room where it is wanted last: a reader comes to the front of the
@@ -252,19 +259,37 @@ func (m *mapped) load(ctx context.Context, h *held) {
 	close(h.loaded)
 }
 
-// fetch loads r before it is wanted, if there is room. What goes wrong is found again by
-// whoever wants it.
-func (m *mapped) fetch(ctx context.Context, r *run) {
-	if h, _, _ := m.ahead.take(ctx, r, false); h != nil {
-		m.load(ctx, h)
-		m.ahead.give(h, 0)
+// fetch has loaded what will be wanted from byte next of the disk on, as far as there is
+// room; next is -1 where that is not known. The caller waits for it by wg. What goes wrong
+// is found again by whoever wants it.
+func (m *mapped) fetch(ctx context.Context, next int64, wg *sync.WaitGroup) {
+	if next < 0 {
+		return
+	}
+	for at := next; at < min(next+aheadWindows*aheadWindow, m.size); at += aheadWindow {
+		runs, err := m.window(ctx, at)
+		if err != nil {
+			return
+		}
+		for _, r := range runs {
+			h, full := m.ahead.reserve(r)
+			if full {
+				return
+			}
+			if h != nil {
+				wg.Go(func() {
+					m.load(ctx, h)
+					m.ahead.give(h, 0)
+				})
+			}
+		}
 	}
 }
 
 // readPacked fills what of p, the disk's bytes at off, is in r.
 func (m *mapped) readPacked(ctx context.Context, r *run, p []byte, off int64) error {
 	for {
-		h, mine, err := m.ahead.take(ctx, r, true)
+		h, mine, err := m.ahead.take(ctx, r)
 		if err != nil {
 			return err
 		}

@@ -173,8 +173,10 @@ func (m *mapped) ReadAtContext(ctx context.Context, p []byte, off int64) (int, e
 
 // readWindows fills what of p, the disk's bytes at off, is compressed.
 func (m *mapped) readWindows(ctx context.Context, p []byte, off int64) error {
-	g, ctx := errgroup.WithContext(ctx)
-	g.SetLimit(aheadRuns)
+	var before sync.WaitGroup
+	defer before.Wait()
+	g, run := errgroup.WithContext(ctx)
+	g.SetLimit(mappedRuns)
 	end := off + int64(len(p))
 	next := int64(-1)
 	for at := off - off%aheadWindow; at < end; at += aheadWindow {
@@ -185,19 +187,11 @@ func (m *mapped) readWindows(ctx context.Context, p []byte, off int64) error {
 		}
 		for _, r := range runs {
 			if slices.ContainsFunc(r.segments, func(s segment) bool { return s.within(off, end).length > 0 }) {
-				g.Go(func() error { return m.readPacked(ctx, r, p, off) })
+				g.Go(func() error { return m.readPacked(run, r, p, off) })
 			}
 		}
 	}
-	for at := next; next >= 0 && at < min(next+aheadWindows*aheadWindow, m.size); at += aheadWindow {
-		runs, err := m.window(ctx, at)
-		if err != nil {
-			break // whoever wants it is told
-		}
-		for _, r := range runs {
-			g.Go(func() error { m.fetch(ctx, r); return nil })
-		}
-	}
+	m.fetch(ctx, next, &before)
 	return g.Wait()
 }
 
