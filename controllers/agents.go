@@ -11,6 +11,7 @@ import (
 	"net"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -335,7 +336,7 @@ func kindOf(err error) error {
 		codes.Unavailable: csi.ErrUnavailable, codes.DeadlineExceeded: csi.ErrUnavailable, codes.Canceled: csi.ErrUnavailable,
 	}
 	if kind, ok := kinds[s.Code()]; ok {
-		return fmt.Errorf("%s: %w", s.Message(), kind)
+		return fmt.Errorf("%s: %w", strings.TrimSuffix(s.Message(), ": "+kind.Error()), kind)
 	}
 	return fmt.Errorf("%s (%s)", s.Message(), s.Code())
 }

@@ -53,7 +53,10 @@ func (v *Verify) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, 
 	var answer string
 	r, err := v.Agents.Verify(ctx, nv.Spec.Node, nv.Name)
 	switch {
-	case errors.Is(err, csi.ErrUnavailable), errors.Is(err, csi.ErrBusy), ctx.Err() != nil:
+	case ctx.Err() != nil:
+		return ctrl.Result{}, nil
+	case errors.Is(err, csi.ErrUnavailable), errors.Is(err, csi.ErrBusy):
+		v.Events.Event(claim, corev1.EventTypeNormal, eventNotVerified, "tried again until it is possible: "+err.Error())
 		return ctrl.Result{RequeueAfter: verifyAgain}, nil
 	case err != nil:
 		kind, reason, answer = corev1.EventTypeWarning, eventNotVerified, "not verified: "+err.Error()

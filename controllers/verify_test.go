@@ -35,14 +35,14 @@ func TestVerifyContent(t *testing.T) {
 	}{
 		{"1", "Normal " + eventVerified, "is what it was filled with (blake3-64k:1:00)", true, &agentv1.VerifyVolumeResponse{Digest: "blake3-64k:1:00"}, nil},
 		{"2", "Warning " + eventDiffers, "(blake3-64k:1:00): its digest is other", false, &agentv1.VerifyVolumeResponse{Digest: "blake3-64k:1:00", Difference: "its digest is other"}, nil},
-		{"2b", "Warning " + eventNotVerified, "a pod uses it", false, nil, status.Error(codes.FailedPrecondition, "a pod uses it")},
+		{"2b", "Warning " + eventNotVerified, "no image has filled it", false, nil, status.Error(codes.FailedPrecondition, "no image has filled it")},
 	}
 	for _, a := range answers {
 		asked := 0
 		n.mu.Lock()
 		n.verify = func(string) (*agentv1.VerifyVolumeResponse, error) {
 			if asked++; a.busy && asked == 1 {
-				return nil, status.Error(codes.Aborted, "busy")
+				return nil, status.Error(codes.Aborted, "a pod uses it")
 			}
 			return a.answer, a.err
 		}
@@ -58,6 +58,9 @@ func TestVerifyContent(t *testing.T) {
 			return nil
 		})
 		told(t, claim, a.event, a.says)
+		if a.busy {
+			told(t, claim, "Normal "+eventNotVerified, "a pod uses it")
+		}
 		n.mu.Lock()
 		if want := map[bool]int{true: 2, false: 1}[a.busy]; asked != want {
 			t.Errorf("request %s: asked %d times, want %d", a.request, asked, want)

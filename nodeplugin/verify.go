@@ -43,9 +43,9 @@ func (s *Stager) Verify(ctx context.Context, id string) (recorded string, d dige
 	recorded = factsOf(v).Digest
 	switch {
 	case v.State != pool.Populated:
-		return "", d, fmt.Errorf("verify volume %s: it is not populated yet: %w", id, csi.ErrPrecondition)
+		return "", d, fmt.Errorf("it is not populated yet: %w", csi.ErrPrecondition)
 	case recorded == "":
-		return "", d, fmt.Errorf("verify volume %s: no image has filled it, so that there is nothing to compare with: %w", id, csi.ErrPrecondition)
+		return "", d, fmt.Errorf("no image has filled it, so that there is nothing to compare with: %w", csi.ErrPrecondition)
 	}
 	err = s.unused(v)
 	if err == nil {
@@ -58,12 +58,12 @@ func (s *Stager) Verify(ctx context.Context, id string) (recorded string, d dige
 		err = context.Cause(ctx)
 	}
 	if err != nil {
-		return "", d, fmt.Errorf("verify volume %s: %w", id, classed(err))
+		return "", d, classed(err)
 	}
 	return recorded, d, nil
 }
 
-// unused returns ErrPrecondition if the volume is seen somewhere.
+// unused returns ErrBusy if the volume is seen somewhere.
 func (s *Stager) unused(v pool.Volume) error {
 	loops, err := device.FindLoops(identity(v))
 	if err != nil {
@@ -77,7 +77,7 @@ func (s *Stager) unused(v pool.Volume) error {
 		l.Close()
 	}
 	if err == nil && used {
-		err = fmt.Errorf("a pod uses it, and changes it: ask again when none does: %w", csi.ErrPrecondition)
+		err = fmt.Errorf("a pod uses it, and may change it: %w", csi.ErrBusy)
 	}
 	return err
 }

@@ -53,7 +53,7 @@ func TestVerify(t *testing.T) {
 			}
 			stage()
 			_, _, err = f.Verify(ctx, id)
-			want(t, err, csi.ErrPrecondition, "a pod uses it")
+			want(t, err, csi.ErrBusy, "a pod uses it")
 			unstage()
 			same()
 			stage()
