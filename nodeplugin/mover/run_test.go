@@ -320,6 +320,7 @@ func TestRunComparesManifests(t *testing.T) {
 	vmdk := images.TarMember{Name: "disk1.vmdk", Body: images.VMDK{Compressed: true, Footer: true, Version: 3}.Bytes(content)}
 	other := images.TarMember{Name: "disk2.vmdk", Body: disk(8, 24*mib)}
 	ovf := images.TarMember{Name: "vm.ovf", Body: []byte(images.OVF("disk1.vmdk", "disk2.vmdk"))}
+	went := int64(0)
 	for _, algorithm := range []string{"SHA1", "SHA256", "SHA512"} {
 		mf := images.Manifest(algorithm, ovf, vmdk, other)
 		for name, ova := range map[string][]byte{"the manifest first": images.Tar(ovf, mf, vmdk, other), "the manifest last": images.Tar(ovf, vmdk, other, mf)} {
@@ -352,9 +353,12 @@ func TestRunComparesManifests(t *testing.T) {
 					}
 					check(t, target, content)
 					if row.etag != "" && !row.oneWay {
-						if most := int64(len(vmdk.Body) - 12*mib); s.read.Bytes() > most {
+						// How much of what is not done was fetched before depends on the order of the
+						// readers; what is sure is that it does not begin again.
+						if most := int64(len(vmdk.Body)) - 4*mib; s.read.Bytes() > most {
 							t.Errorf("%d bytes were read again, want at most %d", s.read.Bytes(), most)
 						}
+						went += j.HashState.At
 					}
 
 					s.content = damaged
@@ -365,5 +369,8 @@ func TestRunComparesManifests(t *testing.T) {
 				})
 			}
 		}
+	}
+	if went == 0 {
+		t.Error("no run went on from the sums of the one before")
 	}
 }
