@@ -64,10 +64,8 @@ type Stager struct {
 
 	mu sync.Mutex
 	// held says which deed has a volume to itself.
-	held map[string]string
-	// giveWay ends verifications.
-	giveWay map[string]context.CancelCauseFunc
-	jobs    map[string]*job
+	held map[string]holder
+	jobs map[string]*job
 	// wanted holds the volumes whose data the kubelet waits for.
 	wanted map[string]bool
 	// loops are the descriptors kept of staged volumes.
@@ -84,7 +82,7 @@ func New(ctx context.Context, cfg Config) (*Stager, []string, error) {
 	}
 	s := &Stager{
 		cfg: cfg, log: cfg.Log,
-		held: map[string]string{}, giveWay: map[string]context.CancelCauseFunc{}, jobs: map[string]*job{}, wanted: map[string]bool{}, loops: map[string]*device.Loop{},
+		held: map[string]holder{}, jobs: map[string]*job{}, wanted: map[string]bool{}, loops: map[string]*device.Loop{},
 	}
 	s.life, s.end = context.WithCancel(context.WithoutCancel(ctx))
 	var report []string
@@ -130,18 +128,29 @@ func (s *Stager) Shut(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
+// holder is who has a volume to itself.
+type holder struct {
+	deed string
+	// giveWay, if it is set, is called when another deed wants the volume.
+	giveWay func()
+}
+
 // hold gives the caller the volume to itself until it calls release. A volume
-// that somebody else holds is ErrBusy at once; a verification is told to end.
+// that somebody else holds is ErrBusy at once.
 func (s *Stager) hold(id, deed string) (release func(), err error) {
+	return s.holdAs(id, holder{deed: deed})
+}
+
+func (s *Stager) holdAs(id string, h holder) (release func(), err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if by, ok := s.held[id]; ok {
-		if end := s.giveWay[id]; end != nil && deed != verifying {
-			end(errGivesWay)
+		if by.giveWay != nil && by.deed != h.deed {
+			by.giveWay()
 		}
-		return nil, fmt.Errorf("%s volume %s: %s is under way: %w", deed, id, by, csi.ErrBusy)
+		return nil, fmt.Errorf("%s volume %s: %s is under way: %w", h.deed, id, by.deed, csi.ErrBusy)
 	}
-	s.held[id] = deed
+	s.held[id] = h
 	return func() {
 		s.mu.Lock()
 		delete(s.held, id)

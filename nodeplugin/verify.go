@@ -12,30 +12,19 @@ import (
 	"github.com/longshore-io/longshore/nodeplugin/pool"
 )
 
-// verifying is the deed that gives way to all others.
-const verifying = "verify"
-
 // errGivesWay ends a verification when somebody else wants the volume.
 var errGivesWay = fmt.Errorf("somebody came to use the volume: %w", csi.ErrBusy)
 
 // Verify reads a volume that nobody uses and says how it differs from the disk that it was
 // filled with, whose digest it returns.
 func (s *Stager) Verify(ctx context.Context, id string) (recorded string, d digest.Difference, err error) {
-	release, err := s.hold(id, verifying)
+	ctx, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	release, err := s.holdAs(id, holder{deed: "verify", giveWay: func() { end(errGivesWay) }})
 	if err != nil {
 		return "", d, err
 	}
 	defer release()
-	ctx, end := context.WithCancelCause(ctx)
-	defer end(nil)
-	s.mu.Lock()
-	s.giveWay[id] = end
-	s.mu.Unlock()
-	defer func() {
-		s.mu.Lock()
-		delete(s.giveWay, id)
-		s.mu.Unlock()
-	}()
 	_, v, err := s.find(id)
 	if err != nil {
 		return "", d, err

@@ -77,13 +77,11 @@ func TestVerify(t *testing.T) {
 func TestVerifyGivesWay(t *testing.T) {
 	f := start(t, 200*testMiB, complete)
 	ctx, end := context.WithCancelCause(t.Context())
-	release, err := f.hold("v", verifying)
+	verifying := holder{deed: "verify", giveWay: func() { end(errGivesWay) }}
+	release, err := f.holdAs("v", verifying)
 	must(t, err)
 	defer release()
-	f.mu.Lock()
-	f.giveWay["v"] = end
-	f.mu.Unlock()
-	if _, err := f.hold("v", verifying); !errors.Is(err, csi.ErrBusy) || ctx.Err() != nil {
+	if _, err := f.holdAs("v", verifying); !errors.Is(err, csi.ErrBusy) || ctx.Err() != nil {
 		t.Errorf("another verification: %v, %v", err, context.Cause(ctx))
 	}
 	if _, err := f.hold("v", "stage"); !errors.Is(err, csi.ErrBusy) || !errors.Is(context.Cause(ctx), csi.ErrBusy) {

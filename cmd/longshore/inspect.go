@@ -68,7 +68,7 @@ With --digest or --verify all of the disk is read and summed up, as an import of
 				found.Digest = want
 			case sum:
 				var facts mover.Facts
-				found.Digest, facts, err = from.sumUp(cmd.Context(), spec, -1)
+				found.Digest, facts, err = from.digest(cmd.Context(), spec)
 				found.VirtualSizeBytes = known(facts.VirtualBytes)
 			}
 			if err != nil {

@@ -72,10 +72,7 @@ func (l *ledger) save() error {
 // Done is told that a range is written. It commits when enough is written, and
 // the other workers wait meanwhile: so a kill costs a bounded number of bytes.
 func (l *ledger) Done(_ context.Context, off, n int64, data []byte) error {
-	var sums []digest.Hash
-	if data != nil {
-		sums = digest.Sums(off, data)
-	}
+	sums := digest.Sums(off, data)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.disk {

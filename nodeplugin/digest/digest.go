@@ -80,8 +80,8 @@ func nodes(first, end int64, visit func(node)) {
 // blocks are the ones of [off, off+n), which is whole blocks, save at the disk's end.
 func blocks(off, n int64) (first, end int64) { return off / Block, (off + n + Block - 1) / Block }
 
-// Sums returns the hashes of the bytes at off, a multiple of Block, for Tree.Add. p is whole
-// blocks, or ends where the disk does.
+// Sums returns the hashes of the bytes at off, a multiple of Block, for Tree.Add: none of
+// nothing. p is whole blocks, or ends where the disk does.
 func Sums(off int64, p []byte) []Hash {
 	first, end := blocks(off, int64(len(p)))
 	var out []Hash

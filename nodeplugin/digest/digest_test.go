@@ -81,6 +81,15 @@ func random(r *rand.Rand) *memory {
 	return m
 }
 
+// of sums up a whole disk.
+func of(ctx context.Context, d Disk) (string, error) {
+	t := &Tree{}
+	if err := t.Complete(ctx, d, d.Size()); err != nil {
+		return "", err
+	}
+	return t.Sum(d.Size())
+}
+
 // However a disk is cut and in whatever order its parts come, written down and read
 // again in between, its digest is what the definition says.
 func TestDigest(t *testing.T) {
@@ -88,7 +97,7 @@ func TestDigest(t *testing.T) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		m := random(r)
 		want := naive(m.b)
-		if got, err := Of(t.Context(), m); err != nil || got != want {
+		if got, err := of(t.Context(), m); err != nil || got != want {
 			t.Fatalf("seed %d: %d bytes: got %s, %v; want %s", seed, len(m.b), got, err, want)
 		}
 		if n, err := Bytes(want); err != nil || n != m.Size() {
@@ -208,6 +217,34 @@ func TestTrim(t *testing.T) {
 	}
 	if gaps := back.known.Missing(1<<40/Block, 1<<30/Block); len(gaps) > 0 {
 		t.Errorf("the largest part is forgotten: %v", gaps)
+	}
+}
+
+// A disk is compared with the digest of one that is as long, longer or shorter, and what
+// lies behind, and in the last block, counts.
+func TestCompare(t *testing.T) {
+	for seed := range uint64(100) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		m := random(r)
+		text := naive(m.b)
+		check := func(what string, change func(b []byte) []byte, want string) {
+			t.Helper()
+			d, err := Compare(t.Context(), &memory{b: change(bytes.Clone(m.b))}, text)
+			if err != nil || !strings.HasPrefix(d.String(), want) {
+				t.Errorf("seed %d, %d bytes, %s: %q, %v; want %q", seed, len(m.b), what, d, err, want)
+			}
+		}
+		check("the same", func(b []byte) []byte { return b }, "it is the same")
+		check("zeros follow", func(b []byte) []byte { return append(b, make([]byte, r.IntN(5*Block))...) }, "it is the same")
+		check("something follows", func(b []byte) []byte { return append(b, append(make([]byte, 3*Block), 1)...) }, "behind its end")
+		if len(m.b) > 0 {
+			check("a byte is another", func(b []byte) []byte { b[r.IntN(len(b))] ^= 1; return b }, "its digest is blake3-64k:")
+			check("it is empty", func([]byte) []byte { return nil }, "it has 0 bytes only")
+			check("it is shorter", func(b []byte) []byte { return b[:len(b)-1] }, "it has ")
+		}
+		if len(m.b)%Block > 0 && len(m.b)%Block < Block-1 {
+			check("something follows in the last block", func(b []byte) []byte { return append(b, 1) }, "its digest is ")
+		}
 	}
 }
 

@@ -1,10 +1,11 @@
 package digest
 
 import (
+	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"io"
+	"math"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -31,19 +32,24 @@ const (
 // Complete reads what t does not know of the first size bytes of a disk.
 func (t *Tree) Complete(ctx context.Context, d Disk, size int64) error {
 	var mu sync.Mutex
-	add := func(off, n int64, sums []Hash) error {
+	return read(ctx, d, t.Missing(size), func(off, n int64, data []byte) error {
+		sums := Sums(off, data)
 		mu.Lock()
 		defer mu.Unlock()
 		return t.Add(off, n, sums)
-	}
+	})
+}
+
+// read calls visit with all that is in ranges of a disk, which begin with a block: in pieces
+// of whole blocks, save at a range's end, several at once; data are nil where there are zeros.
+func read(ctx context.Context, d Disk, ranges []extent.Range, visit func(off, n int64, data []byte) error) error {
 	parts := make(chan extent.Range)
 	g, ctx := errgroup.WithContext(ctx)
-	missing := t.Missing(size)
 	g.Go(func() error {
 		defer close(parts)
-		for _, gap := range missing {
-			for at := gap.Start; at < gap.End(); at += window {
-				if err := plan(ctx, d, extent.Range{Start: at, Length: min(window, gap.End()-at)}, parts, add); err != nil {
+		for _, r := range ranges {
+			for at := r.Start; at < r.End(); at += window {
+				if err := plan(ctx, d, extent.Range{Start: at, Length: min(window, r.End()-at)}, parts, visit); err != nil {
 					return err
 				}
 			}
@@ -61,7 +67,7 @@ func (t *Tree) Complete(ctx context.Context, d Disk, size int64) error {
 					}
 					return fmt.Errorf("read %d bytes at %d to sum them up, got %d: %w", r.Length, r.Start, n, err)
 				}
-				if err := add(r.Start, r.Length, Sums(r.Start, p)); err != nil {
+				if err := visit(r.Start, r.Length, p); err != nil {
 					return err
 				}
 			}
@@ -71,8 +77,8 @@ func (t *Tree) Complete(ctx context.Context, d Disk, size int64) error {
 	return g.Wait()
 }
 
-// plan enters what of r is zeros and sends the rest, in pieces of whole blocks.
-func plan(ctx context.Context, d Disk, r extent.Range, parts chan<- extent.Range, add func(off, n int64, sums []Hash) error) error {
+// plan visits what of r is zeros and sends the rest, in pieces of whole blocks.
+func plan(ctx context.Context, d Disk, r extent.Range, parts chan<- extent.Range, visit func(off, n int64, data []byte) error) error {
 	list, err := d.Extents(ctx, r.Start, r.Length)
 	if err != nil {
 		return fmt.Errorf("ask the extents of %d bytes at %d: %w", r.Length, r.Start, err)
@@ -85,7 +91,7 @@ func plan(ctx context.Context, d Disk, r extent.Range, parts chan<- extent.Range
 		}
 	}
 	for _, gap := range data.Missing(r.Start, r.Length) {
-		if err := add(gap.Start, gap.Length, nil); err != nil {
+		if err := visit(gap.Start, gap.Length, nil); err != nil {
 			return err
 		}
 	}
@@ -103,19 +109,11 @@ func plan(ctx context.Context, d Disk, r extent.Range, parts chan<- extent.Range
 	return nil
 }
 
-// Of sums up a whole disk.
-func Of(ctx context.Context, d Disk) (string, error) {
-	t := &Tree{}
-	if err := t.Complete(ctx, d, d.Size()); err != nil {
-		return "", err
-	}
-	return t.Sum(d.Size())
-}
-
 // Difference says how a disk is not the one that a digest is of; the zero value: it is.
 type Difference struct {
-	// Bytes that the disk has, where these are fewer; else 0.
-	Short int64
+	// Short: it has fewer bytes, so many.
+	Short bool
+	Bytes int64
 	// Got is the digest of as many bytes, where that is another.
 	Got string
 	// More: behind these bytes is something else than zeros.
@@ -124,14 +122,75 @@ type Difference struct {
 
 func (d Difference) String() string {
 	switch {
-	case d.Short > 0:
-		return fmt.Sprintf("it has %d bytes only", d.Short)
+	case d.Short:
+		return fmt.Sprintf("it has %d bytes only", d.Bytes)
 	case d.Got != "":
 		return "its digest is " + d.Got
 	case d.More:
 		return "behind its end is something else than zeros"
 	}
 	return "it is the same"
+}
+
+// Prefix sums up the first bytes of a disk, and minds whether there is something behind them.
+type Prefix struct {
+	end int64 // of their blocks
+
+	mu   sync.Mutex // held for what follows
+	tree Tree
+	more bool
+}
+
+// NewPrefix is for the first size bytes; -1 is all of the disk.
+func NewPrefix(size int64) *Prefix {
+	if size < 0 {
+		return &Prefix{end: math.MaxInt64}
+	}
+	_, end := blocks(0, size)
+	return &Prefix{end: end * Block}
+}
+
+// Add tells what is in [off, off+n), which is whole blocks save at the disk's end; data nil
+// are zeros. It may be called by many at once.
+func (p *Prefix) Add(off, n int64, data []byte) error {
+	kept := max(0, min(n, p.end-off))
+	more := false
+	if data != nil {
+		more = len(bytes.TrimLeft(data[kept:], "\x00")) > 0
+		data = data[:kept]
+	}
+	sums := Sums(off, data)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.more = p.more || more
+	if kept == 0 {
+		return nil
+	}
+	return p.tree.Add(off, kept, sums)
+}
+
+// Sum is Tree's.
+func (p *Prefix) Sum(size int64) (string, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.tree.Sum(size)
+}
+
+// Difference compares a disk of so many bytes, of which all that matters was told, with the
+// digest text.
+func (p *Prefix) Difference(disk int64, text string) (Difference, error) {
+	size, err := Bytes(text)
+	if err != nil {
+		return Difference{}, err
+	}
+	if disk < size {
+		return Difference{Short: true, Bytes: disk}, nil
+	}
+	d := Difference{More: p.more}
+	if d.Got, err = p.Sum(size); d.Got == text {
+		d.Got = ""
+	}
+	return d, err
 }
 
 // Compare reads a disk and compares it with the digest text: behind the bytes that this is
@@ -141,36 +200,19 @@ func Compare(ctx context.Context, d Disk, text string) (Difference, error) {
 	if err != nil {
 		return Difference{}, err
 	}
-	if d.Size() < size {
-		return Difference{Short: d.Size()}, nil
-	}
-	whole := &Tree{}
-	if err := whole.Complete(ctx, d, size); err != nil {
-		return Difference{}, err
-	}
-	got, err := whole.Sum(size)
-	if err != nil || got != text {
-		return Difference{Got: got}, err
-	}
-	_, end := blocks(0, size)
-	rest := extent.Range{Start: end * Block, Length: max(0, d.Size()-end*Block)}
-	if rest.Length == 0 {
-		return Difference{}, nil
-	}
-	more, nothing := &Tree{}, &Tree{}
-	if size > 0 {
-		err = more.Add(0, rest.Start, nil)
-	}
-	if err == nil {
-		err = more.Complete(ctx, d, d.Size())
-	}
-	if err == nil {
-		err = nothing.Add(0, d.Size(), nil)
+	p := NewPrefix(size)
+	if d.Size() >= size {
+		err = read(ctx, d, []extent.Range{{Length: min(p.end, d.Size())}}, p.Add)
 	}
 	if err != nil {
 		return Difference{}, err
 	}
-	a, aerr := more.Sum(d.Size())
-	b, berr := nothing.Sum(d.Size())
-	return Difference{More: a != b}, errors.Join(aerr, berr)
+	found, err := p.Difference(d.Size(), text)
+	if err != nil || found != (Difference{}) || d.Size() <= p.end {
+		return found, err
+	}
+	if err := read(ctx, d, []extent.Range{{Start: p.end, Length: d.Size() - p.end}}, p.Add); err != nil {
+		return Difference{}, err
+	}
+	return p.Difference(d.Size(), text)
 }

@@ -390,6 +390,9 @@ func (d digest) compare(kind, name string, got []byte) error {
 	return Digest{Name: name, Algorithm: d.algorithm, Sum: d.sum, Bundle: kind}.Compare(got)
 }
 
+// Hash is a new one of the digest's algorithm.
+func (d Digest) Hash() hash.Hash { return sums[d.Algorithm]() }
+
 // Compare returns the fault ChecksumMismatch where the part's digest is another.
 func (d Digest) Compare(got []byte) error {
 	if bytes.Equal(got, d.Sum) {
@@ -433,7 +436,7 @@ func (b *bundle) undigested(files ...member) string {
 func (o *Opened) compare(ctx context.Context, b Ranged) error {
 	buf := make([]byte, mappedSpan)
 	for _, d := range o.Digests {
-		h := sums[d.Algorithm]()
+		h := d.Hash()
 		for off := int64(0); off < d.Length; {
 			p := buf[:min(int64(len(buf)), d.Length-off)]
 			if _, err := readExactly(ctx, b, p, d.Offset+off); err != nil {

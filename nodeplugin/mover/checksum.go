@@ -17,7 +17,7 @@ import (
 	"github.com/longshore-io/longshore/nodeplugin/image"
 )
 
-// sums are the algorithms of checksums, by their names.
+// sums are the algorithms of checksums of sources, by their names.
 var sums = map[string]func() hash.Hash{"md5": md5.New, "sha1": sha1.New, "sha256": sha256.New, "sha512": sha512.New}
 
 // CheckChecksum returns what is wrong with a checksum, which is "algorithm:hex".
@@ -47,9 +47,9 @@ type checksums struct {
 
 // part of a source whose digest somebody has promised.
 type part struct {
-	off, end  int64 // end: math.MaxInt64 where it is the source's
-	algorithm string
-	h         hash.Hash
+	off, end int64 // end: math.MaxInt64 where it is the source's
+	hash     func() hash.Hash
+	h        hash.Hash
 	// compare returns a fault where the digest is another than the promised one.
 	compare func(got []byte) error
 }
@@ -72,7 +72,7 @@ func newChecksums(want string, digests []image.Digest, from HashState) (*checksu
 			return nil, fault.Terminal(fault.InvalidSource, err)
 		}
 		algorithm, _, _ := strings.Cut(want, ":")
-		c.parts = append(c.parts, &part{end: math.MaxInt64, algorithm: algorithm, compare: func(sum []byte) error {
+		c.parts = append(c.parts, &part{end: math.MaxInt64, hash: sums[algorithm], compare: func(sum []byte) error {
 			got := algorithm + ":" + hex.EncodeToString(sum)
 			if got == strings.ToLower(want) {
 				return nil
@@ -82,7 +82,7 @@ func newChecksums(want string, digests []image.Digest, from HashState) (*checksu
 		}})
 	}
 	for _, d := range digests {
-		c.parts = append(c.parts, &part{off: d.Offset, end: d.Offset + d.Length, algorithm: d.Algorithm, compare: d.Compare})
+		c.parts = append(c.parts, &part{off: d.Offset, end: d.Offset + d.Length, hash: d.Hash, compare: d.Compare})
 	}
 	c.reset(0)
 	if from.At > 0 && !c.restore(from) {
@@ -118,7 +118,7 @@ func (c *checksums) to() int64 {
 func (c *checksums) reset(at int64) {
 	c.at, c.last, c.wrong = at, at, nil
 	for _, p := range c.parts {
-		p.h = sums[p.algorithm]()
+		p.h = p.hash()
 	}
 }
 

@@ -255,10 +255,8 @@ func (n *node) Began(ctx context.Context, f Facts) error {
 // Done is Ledger's.
 func (n *node) Done(ctx context.Context, off, length int64, data []byte) error {
 	var sums []byte
-	if data != nil {
-		for _, h := range digest.Sums(off, data) {
-			sums = append(sums, h[:]...)
-		}
+	for _, h := range digest.Sums(off, data) {
+		sums = append(sums, h[:]...)
 	}
 	read := length
 	if read > maxData {
