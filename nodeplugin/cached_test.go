@@ -75,6 +75,10 @@ func TestSecondImportMovesNothing(t *testing.T) {
 		"ext4":  {Bytes: 640 * testMiB, Mode: pool.Filesystem, FSType: "ext4"}, // mkfs gives smaller ones blocks of 1024 bytes
 		"xfs":   {Bytes: 400 * testMiB, Mode: pool.Filesystem, FSType: "xfs"},
 	}
+	file, err := os.Open(image)
+	must(t, err)
+	defer file.Close()
+	sum := sumOf(t, file, imageBytes)
 	w := serveFile(t, image)
 	ctx := t.Context()
 	ask := func(t *testing.T, id, kind, owner, auth string) (sent int64) {
@@ -128,8 +132,8 @@ func TestSecondImportMovesNothing(t *testing.T) {
 				}
 				_, v, err := f.pools.find("second")
 				must(t, err)
-				if facts := factsOf(v); !facts.Cached || facts.VirtualBytes != imageBytes {
-					t.Errorf("the volume's facts are %+v", facts)
+				if facts := factsOf(v); !facts.Cached || facts.VirtualBytes != imageBytes || facts.Digest != sum {
+					t.Errorf("the volume's facts are %+v, want the digest %s", facts, sum)
 				}
 				check(t, "second", second)
 			}
@@ -172,6 +176,9 @@ func TestKilledWhileTakingFromTheCache(t *testing.T) {
 		t.Errorf("%+v", res)
 	}
 	equal(t, job.Target, image)
+	if recorded(t, job).Soiled {
+		t.Error("the volume is complete and recorded as soiled")
+	}
 	behind := make([]byte, 12*testMiB)
 	_, err = job.Target.ReadAt(behind, 20*testMiB)
 	if must(t, err); len(bytes.Trim(behind, "\x00")) > 0 {

@@ -502,7 +502,13 @@ func TestNodePluginKilled(t *testing.T) {
 		if n != 1 {
 			t.Fatalf("mover %d still runs 10 s after its node plugin (%v)", orphan, err)
 		}
-		now, done := w.sent.Load(), recorded(t, job).Done.Bytes()
+		j := recorded(t, job)
+		now, done := w.sent.Load(), j.Done.Bytes()
+		for _, gap := range j.Sums.Missing(size) { // what is done need not be read to be summed up
+			if n := j.Done.Intersect(gap.Start, gap.Length).Bytes(); n > 0 {
+				t.Errorf("kill %d: %d bytes at %d are done, and no hash of them is recorded", kills, n, gap.Start)
+			}
+		}
 		if lost := (now - sent) - (done - durable); lost > perKill {
 			t.Errorf("kill %d: %d bytes are sent again, want at most %d", kills, lost, perKill)
 		}

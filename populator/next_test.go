@@ -215,6 +215,7 @@ func stories() []story {
 		{"all data is there and the class is gone", seen(record("b"), volume(full), populated, noClass), Wait, "", ReasonClassNotFound, ""},
 		{"all data is there and the node does not answer", seen(record("b"), created, populated), Publish, "", ReasonInProgress, ""},
 		{"the volume is published", seen(record("b"), volume(full), populated, pv), Wait, "", ReasonSucceeded, ""},
+		{"the volume is published, and its disk came from the cache", seen(record("b"), volume(full), populated, pv, func(s *Seen) { s.Record.Status.Progress = &v1alpha1.Progress{FromCache: true} }), Wait, "", ReasonSucceeded, "which node b had in its cache"},
 		{"the volume is published, its class and source are gone", seen(record("b"), volume(full), populated, pv, noClass, noSource), Wait, "", ReasonSucceeded, ""},
 
 		{"a volume that is filled on demand is published first", seen(stage, record("b"), volume(empty)), Publish, "", ReasonWaitsForPod, ""},
